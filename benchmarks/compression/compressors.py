@@ -17,17 +17,17 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Results
 from hpcdist.comm.start import Session
+from hpcdist.compression import coo
+from hpcdist.compression.adaptive import Adaptive
 from hpcdist.compression.casts import BFloat16, Float16
 from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.dgc import DeepGradientCompression
+from hpcdist.compression.onebit_adam import AdamMoments, OneBitAdam
 from hpcdist.compression.powersgd import PowerSgd
-from hpcdist.compression.quantise.adaptive import Adaptive
-from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
-from hpcdist.compression.quantise.sign import SignSgd
-from hpcdist.compression.quantise.uniform import Blockwise, Qsgd
-from hpcdist.compression.sparsify import coo
-from hpcdist.compression.sparsify.dgc import DeepGradientCompression
-from hpcdist.compression.sparsify.randomk import RandomK
-from hpcdist.compression.sparsify.topk import TopK
+from hpcdist.compression.randomk import RandomK
+from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.topk import TopK
+from hpcdist.compression.uniform import Blockwise, Qsgd
 from hpcdist.reporting.table import aligned
 
 SCHEMA, COMMITTED = "hpcdist.benchmark.compressors", "compression/2026-11-22-compressors.h5"

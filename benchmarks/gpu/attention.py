@@ -23,8 +23,8 @@ from hpcdist.arrays.gpu import device
 from hpcdist.bench.step.contenders import load_torch
 from hpcdist.comm.start import Session
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.reporting.table import aligned
 
 SCHEMA, ON = "hpcdist.benchmark.gpu_attention", "gpu"

@@ -30,8 +30,8 @@ from hpcdist.bench.step.contenders import cross_entropy, load_torch, torch_twin
 from hpcdist.bench.step.request import StepShape
 from hpcdist.comm.start import Session
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.master_weights import MasterWeights

@@ -21,7 +21,7 @@ from hpcdist.arrays.dtypes import FLOATS, accumulation_dtype, dtype_of
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.start import Session
 from hpcdist.models.layers import cuda_kernels as models
-from hpcdist.optim.update import kernels as optim
+from hpcdist.optim import kernels as optim
 from hpcdist.reporting.table import aligned
 
 SCHEMA, ON = "hpcdist.benchmark.gpu_kernels", "gpu"

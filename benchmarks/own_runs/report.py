@@ -155,7 +155,7 @@ def write(
     outputs: Places, result: Sequence[Compared], times: Sequence[Time], cluster: str, library: str, *, anonymous: bool
 ) -> None:
     """Write the HDF5 file, and the cluster used for the predictions."""
-    from hpcdist.arrays.memory import CATEGORIES
+    from hpcdist.arrays.backend import CATEGORIES
     from hpcdist.telemetry.provenance import provenance
 
     steps = max(len(one.step_s) for one in result)

@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.own_runs.trainings import Row, chosen_rows
 from benchmarks.training.turns import texts
 from hpcdist import collectives
+from hpcdist.arrays.backend import CATEGORIES
 from hpcdist.arrays.gpu import device
-from hpcdist.arrays.memory import CATEGORIES
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Results
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.comm.start import Session
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.reporting.table import aligned
 
 SCHEMA, COMMITTED = "hpcdist.benchmark.attention", "training/2026-11-22-attention.h5"

@@ -25,8 +25,8 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
+from hpcdist.models.arena import Arena
 from hpcdist.models.experts.mixture import StayingRows
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.expert.axis import ExpertAxis

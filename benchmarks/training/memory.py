@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Results
 from benchmarks.training.turns import STATES, Keys, Training
-from hpcdist.arrays.memory import CATEGORIES
+from hpcdist.arrays.backend import CATEGORIES
 from hpcdist.comm import start
 from hpcdist.comm.start import Session
 from hpcdist.reporting.table import aligned

@@ -22,8 +22,8 @@ from benchmarks.harness import Results
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.start import Session
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.reporting.table import aligned
 from hpcdist.training.data.packed import PackedSamples
 from hpcdist.training.data.samples import Batch, TokenWindows

@@ -17,10 +17,9 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import StorageError
@@ -60,7 +59,7 @@ class FileStore(FlatStore):
 
     @property
     def block(self) -> int:
-        """Maximum number of elements to read or write at once, which fit in `BLOCK_BYTES` bytes."""
+        """Maximum number of elements per read or write: `BLOCK_BYTES` bytes."""
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
@@ -182,13 +181,13 @@ class FileSlice:
     def shape(self) -> tuple[int]:
         return (self.where.size,)
 
-    def read(self, part: Range, out: np.ndarray) -> None:
-        """Copy the range ``part`` to the array ``out``. Element 0 of the range is the first element of the slice."""
-        self.store.read(part.shift(self.where.start), out)
+    def read(self, elements: Range, out: np.ndarray) -> None:
+        """Copy the range ``elements`` of this slice to the array ``out``."""
+        self.store.read(elements.shift(self.where.start), out)
 
-    def write(self, part: Range, values: np.ndarray) -> None:
-        """Copy the array ``values`` to the range ``part``. Element 0 of the range is the first element of the slice."""
-        self.store.write(part.shift(self.where.start), values)
+    def write(self, elements: Range, values: np.ndarray) -> None:
+        """Copy the array ``values`` to the range ``elements`` of this slice."""
+        self.store.write(elements.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:
         """Return the elements of the slice as an array in memory."""
@@ -216,7 +215,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Start to write ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk by sync_file_range."""
+    """Start to flush ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk. Return at once."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 

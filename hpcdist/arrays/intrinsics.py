@@ -131,6 +131,37 @@ def _copy_bytes(numba: Any) -> Any:
     return numba.extending.intrinsic(intrinsic)
 
 
+def _prefer_wide_vectors(numba: Any) -> Any:
+    def intrinsic(context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            # llvmlite knows no attributes with a value, so `add` of its own class would refuse this one.
+            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+            return context.get_dummy_value()
+
+        return numba.types.void(), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _prefetch(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, address: Any, nbytes: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+            function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            line = ir.Constant(ir.IntType(64), 64)
+            with numba.core.cgutils.for_range(builder, builder.udiv(args[1], line)) as loop:
+                target = builder.add(args[0], builder.mul(loop.index, line))
+                builder.call(function, [builder.inttoptr(target, pointer), number(0), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.intp] * 2), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
 def _view(numba: Any, context: Any, builder: Any, kind: Any, pointer: Any, size: Any) -> Any:
     array = numba.np.arrayobj.make_array(kind)(context, builder)
     step = context.get_constant(numba.types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
@@ -146,6 +177,9 @@ array_at = Primitive(_array_at, "(address, size, like): 1-D view of memory, with
 array_behind = Primitive(_array_behind, "(pointer, size): 1-D view of memory, with the dtype of the pointer")
 call = Primitive(_call, "(address, arguments): call the machine code at an address from `Kernel.address`")
 copy_bytes = Primitive(_copy_bytes, "(source, target, nbytes): memcpy between addresses that do not overlap")
+
+prefetch = Primitive(_prefetch, "(address, nbytes): hint that these bytes, from an address on, are read soon")
+prefer_wide_vectors = Primitive(_prefer_wide_vectors, "(): use 512-bit vectors in this function on x86")
 
 
 def _reinterpreted(numba: Any, source: str, target: str) -> Any:

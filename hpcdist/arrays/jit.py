@@ -214,7 +214,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Compile this kernel with the module ``numba``, for calls by other kernels. The caller must hold `_lock`."""
+        """Return this kernel, compiled by the module ``numba`` for calls in other kernels. Needs `_lock`."""
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -310,9 +310,9 @@ def count() -> int:
     return len(_kernels)
 
 
-def warm(part: int = 0, parts: int = 1) -> Iterator[str]:
-    """Compile kernels number ``part``, ``part + parts``, ``part + 2 * parts``, and so on. Yield their names."""
-    for kernel in _kernels[part::parts]:
+def warm(first: int = 0, step: int = 1) -> Iterator[str]:
+    """Compile every ``step``-th kernel, starting with kernel number ``first``. Yield the names of the kernels."""
+    for kernel in _kernels[first::step]:
         for arguments in kernel._samples:
             kernel(*arguments())
         for types in kernel._addressed:

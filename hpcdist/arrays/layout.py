@@ -48,7 +48,7 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one rank's shard of this tensor, which tensor parallelism splits.
+        """Return the spec of one tensor-parallel rank's shard of this tensor.
 
         ``along``: range of the shard in the split dim. ``longest``: length of the longest shard in this dim.
         """
@@ -145,15 +145,15 @@ class Layout:
     def _starts(self) -> list[int]:
         return [segment.range.start for segment in self.segments]
 
-    def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return (tensor, overlapping range) pairs for all tensors that overlap ``part``, a range of the flat array."""
-        # The last tensor that begins at or before the start of `part` may overlap `part`.
-        first = max(0, bisect_right(self._starts, part.start) - 1)
+    def within(self, elements: Range) -> list[tuple[Segment, Range]]:
+        """Return (tensor, overlapping range) pairs for the tensors that overlap the flat range ``elements``."""
+        # The last tensor that begins at or before the start of `elements` may overlap `elements`.
+        first = max(0, bisect_right(self._starts, elements.start) - 1)
         touched = []
         for segment in self.segments[first:]:
-            if segment.range.start >= part.stop:
+            if segment.range.start >= elements.stop:
                 break
-            common = segment.range.intersect(part)
+            common = segment.range.intersect(elements)
             if common:
                 touched.append((segment, common))
         return touched

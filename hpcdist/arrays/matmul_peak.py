@@ -62,7 +62,7 @@ def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, s
 
 
 def blas(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a text about OpenBLAS: its kernels, and the variables in ``environment`` that affect its speed."""
+    """Return a log text on OpenBLAS: its kernels, and the variables in ``environment`` that affect its speed."""
     names = [f"kernels {core}" for core in map(_core, _bundled()) if core]
     variables = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
     return ", ".join([*names, *variables]) or "not known"

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.layout import Layout, Segment
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 
 Allocate = Callable[[int, "np.dtype[Any]"], Array]

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.filestore import FileSlice, begin_write_back
 from hpcdist.arrays.gpu import device, staging
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.checkpoint import two_phase

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint.memory_copy import INCOMPLETE, CopyLayout, MemoryCopy, memory_bytes, signature

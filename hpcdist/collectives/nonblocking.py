@@ -18,9 +18,8 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
-from hpcdist.arrays.memory import Ledger
 from hpcdist.collectives import segments
 from hpcdist.collectives.progress import (
     ALL_GATHER,

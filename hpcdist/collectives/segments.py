@@ -11,9 +11,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.gpu import staging
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transport import Request

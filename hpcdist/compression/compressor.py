@@ -20,15 +20,14 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, Ledger, address, is_device, namespace
 from hpcdist.arrays.dtypes import FLOAT32
-from hpcdist.arrays.intrinsics import INFINITE, MAGNITUDE
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.rng import WORD
 from hpcdist.arrays.store import FlatStore
+from hpcdist.compression.codes import LARGEST, largest
 from hpcdist.errors import UsageError
 
 
@@ -36,18 +35,7 @@ def is_finite(values: Array) -> bool:
     """Return True if the float32 array ``values`` has no NaN and no infinity. Local. Waits for the GPU's result."""
     if is_device(values):
         return bool(namespace(values).isfinite(values).all())
-    return bool(_largest(values.view(np.uint32)) < INFINITE)
-
-
-@jit
-def _largest(words: Any) -> Any:
-    largest = np.uint32(0)
-    for i in range(words.size):
-        largest = max(largest, np.uint32(words[i] & MAGNITUDE))
-    return largest
-
-
-_largest.sample(lambda: (np.zeros(2, np.uint32),))
+    return bool(largest(values) <= LARGEST)
 
 
 ALIGNMENT: Final = 4  # bytes: a word. With cache lines, padding of small tensors would exceed the compression gain
@@ -66,7 +54,7 @@ class RandomKey:
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
-        """The key as five integers, as the random number generator `hpcdist.arrays.rng.philox` takes them."""
+        """The key as the last five arguments of the generator `hpcdist.arrays.rng.philox`."""
         high = self.seed >> 32 & WORD
         return self.tensor & WORD, self.step & WORD, self.rank & WORD, self.seed & WORD, high ^ _DOMAIN
 
@@ -125,7 +113,7 @@ class Compressor(ABC):
         """Add ``factor`` times the decompressed ``payload`` to the nonempty array ``out``."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload that decodes to NaN, to show all ranks that values are not finite. ``key``: see `encode`."""
+        """Write a payload that decodes to NaN, so that all ranks detect non-finite values. ``key``: as in `encode`."""
         payload[...] = 0xFF  # every scale and float becomes NaN
 
     def summable(self, payload: Array) -> Array:
@@ -179,13 +167,8 @@ class DenseCompressor(Compressor):
 
 
 def align(offset_bytes: int) -> int:
-    """Return the smallest byte offset, at least ``offset_bytes``, at which a payload may start in a message."""
+    """Round ``offset_bytes`` up to the next offset at which a payload may start in a message."""
     return align_up(offset_bytes, ALIGNMENT)
-
-
-def address(array: Array) -> int:
-    """Return the memory address of the first element of ``array``."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 class ErrorFeedback:
@@ -241,7 +224,7 @@ class ErrorFeedback:
                 before[...] = residual
             residual += gradient
         elif before is None:
-            _add_loop(residual, gradient)
+            residual += gradient
         else:
             _save_and_add_loop(residual, before, gradient)
         # After the subtraction, the view is the new residual.
@@ -262,17 +245,10 @@ class ErrorFeedback:
 
 
 @jit
-def _add_loop(residual: Any, gradient: Any) -> None:
-    for i in range(residual.size):
-        residual[i] += gradient[i]
-
-
-@jit
 def _save_and_add_loop(residual: Any, before: Any, gradient: Any) -> None:
     for i in range(residual.size):
         before[i] = residual[i]
         residual[i] += gradient[i]
 
 
-_add_loop.sample(lambda: (np.ones(2, np.float32), np.ones(2, np.float32)))
 _save_and_add_loop.sample(lambda: (np.ones(2, np.float32), np.ones(2, np.float32), np.ones(2, np.float32)))

@@ -1,6 +1,6 @@
 """Models: lists of stages with explicit forward and backward. Pure functions on arrays, without ranks or messages.
 
-Floor 3: imports only packages of lower floors. `layers`, `attention` and `experts` compute, `runtime` holds
+Floor 3: imports only packages of lower floors. `layers`, `attention` and `experts` compute, `arena` holds
 activations, and `counts` computes parameters, FLOPs and memory. Start with `build` and `model.Model`.
 """
 
@@ -24,7 +24,7 @@ def build(
     width: int = 0,
     channels: int = 0,
 ) -> "Model":
-    """Build the model that ``config`` describes, for data with the sizes in keyword-only arguments.
+    """Build the model that ``config`` describes. Keyword-only arguments are the sizes of the data.
 
     Transformers need ``context``. An mlp needs ``features`` and ``classes``. A convnet needs ``height``, ``width``,
     ``channels`` and ``classes``. ``dtype`` "bfloat16" and "float16" need a GPU. Raises ConfigurationError.

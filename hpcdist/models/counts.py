@@ -12,7 +12,7 @@ width f, m of E experts per token, v tokens in the vocabulary, and L blocks:
     gpt, encoder        L blocks, and the head h -> v
     convolution         a linear 9 c -> o for every output pixel, from c to o channels
 
-Memory is the size of `hpcdist.models.runtime.arena`: activations kept for backward, and the largest scratch of each
+Memory is the size of `hpcdist.models.arena`: activations kept for backward, and the largest scratch of each
 name. In numbers per sample, with f' = 2 f for "swiglu" (else f), a heads, and n = 2 statistics per row (1 for "rms"):
 
     block               kept s (5 h + (h + 2 k) + f' + f + 2 a + 2 n), scratch s (max(f, h) + h + 2 k + a)
@@ -31,11 +31,11 @@ from itertools import chain
 from math import prod
 from typing import NamedTuple, TypedDict, Unpack
 
+from hpcdist.models.arena import MAX_WASTE
 from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK, TILE
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.experts.router import capacity
 from hpcdist.models.layers.convolution import CACHE_BYTES, SIZE, output_side
-from hpcdist.models.runtime.arena import MAX_WASTE
 
 
 class KeptArray(NamedTuple):

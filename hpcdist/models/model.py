@@ -18,15 +18,13 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.constants import PRECISIONS
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.documents import unpacked
-from hpcdist.models.layers.activation import LocalActivation
-from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
 from hpcdist.models.layers.dropout import LocalDropout
-from hpcdist.models.layers.embedding import LocalEmbedding, LocalPositions, LocalRotary
-from hpcdist.models.layers.linear import LocalLinear
+from hpcdist.models.layers.embedding import LocalCrossEntropy, LocalEmbedding, LocalPositions, LocalRotary
+from hpcdist.models.layers.linear import LocalActivation, LocalLinear
 from hpcdist.models.layers.norm import LocalNorm
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw, Operations, Parameters, Saved, Stage
 
 LOCAL: Final = Operations(
@@ -112,7 +110,7 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of this model whose mean loss is over ``targets`` targets per sample. Local."""
+        """Return a copy of this model that divides the summed loss by ``targets`` targets per sample. Local."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
@@ -258,7 +256,7 @@ class Model:
     def weighted_loss(
         self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch and the sum of its loss weights (NaN: none). ``arena``: memory pool."""
+        """Return the summed loss of a batch, and the sum of its loss weights or NaN. ``arena``: memory pool."""
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = float(self.loss.forward(logits, targets, self.operations, saved))

@@ -54,7 +54,7 @@ class Saved(Protocol):
     draw: Draw | None  # key of the dropout masks; None: no dropout, as in an evaluation
     documents: Documents | None  # of packed samples; None: not packed
     scale: float  # factor of the summed loss in the gradient
-    deferred: dict[str, str]  # tensor prefix -> operation with a deferred weight gradient; see `runtime.split_backward`
+    deferred: dict[str, str]  # tensor prefix -> operation with a deferred weight gradient; see `split_backward`
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an uninitialised array that is stored under ``name`` until `release`."""
@@ -95,7 +95,7 @@ class LinearOperation(Protocol):
         """Return ``x weight^T + bias``; keep x in ``saved`` for backward. Keyword-only ``biased``: add the bias."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Compute all gradients from dy, of the output. Return the gradient of x, valid until the next backward."""
+        """Compute all gradients for the output gradient dy. Return the gradient of x, valid until the next call."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return the input gradient for the output gradient dy. Unlike `backward`, compute no weight gradients."""
@@ -303,7 +303,7 @@ class Stage(Protocol):
 
 
 class MixedStage(Stage, Protocol):
-    """Stage with experts. If ranks have different experts, a rank without samples calls `attend`, `attend_backward`."""
+    """Stage with experts. If experts are sharded, a rank without samples calls `attend` and `attend_backward`."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
         """On a rank without samples, call the collectives of `forward`. ``saved``: activations. Collective."""
@@ -384,9 +384,9 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 
 
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of a linear layer whose weight and bias are sharded by outputs.
+    """Return the tensor specs of linear layer ``name`` in ``layer``. Weight and bias are sharded by outputs.
 
-    ``layer``: layer number. ``*outputs`` (positional): number of outputs, or n, outputs per layer for n stacked layers.
+    ``*outputs`` (positional): number of outputs, or (n, outputs per layer) for n stacked layers.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
@@ -395,7 +395,7 @@ def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool =
 
 
 def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of linear layer ``name`` with a weight sharded by inputs. ``layer``: layer number."""
+    """Return the tensor specs of linear layer ``name`` in ``layer``. Its weight is sharded by inputs."""
     weight = TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1)
     return (weight, TensorSpec(layer, f"{name}.bias", (outputs,), False)) if bias else (weight,)
 

@@ -10,17 +10,15 @@ from typing import ClassVar, Final, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, place, to_host
+from hpcdist.arrays.backend import Array, Ledger, is_device, place, to_host
 from hpcdist.arrays.dtypes import is_16bit_float
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.optim import rates
+from hpcdist.optim import kernels, rates
 from hpcdist.optim.config import OptimizerConfig, ParameterGroup
 from hpcdist.optim.norms import ExactNorms, GpuNorms, Norms
-from hpcdist.optim.update import kernels
 
 Copy: TypeAlias = FlatStore | None  # rounded working copy of the weights, if there is one
 Sums: TypeAlias = np.ndarray | None  # partial norms, summed over the ranks; None if the optimizer needs no norms
@@ -101,7 +99,7 @@ class SegmentWise(ABC):
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
         """Return this rank's sums of squares of each tensor's weights and update directions, on the host."""
-        # Float64 sums or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
+        # Float64 sums or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.exact`.
         return to_host(self._norms.sums()).copy()
 
     @abstractmethod

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.optim import base
+from hpcdist.optim import base, kernels
 from hpcdist.optim.base import Copy, ElementWise, LayerWise, SegmentWise, Sums, WrappedOptimizer
-from hpcdist.optim.update import kernels
 
 
 class MasterWeights(WrappedOptimizer):

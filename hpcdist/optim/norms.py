@@ -1,7 +1,7 @@
 """Gradient norms: clipping by the global norm, and norms of tensors for layer-wise rates.
 
 Clipping is Algorithm 1 of Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063). If the bits of a norm must not depend on
-the partition, reduce accumulators of `hpcdist.optim.update.exact` instead of scalars.
+the partition, reduce accumulators of `hpcdist.optim.exact` instead of scalars.
 """
 
 import math
@@ -18,7 +18,7 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim.update import exact, kernels
+from hpcdist.optim import exact, kernels
 
 
 def sum_of_block_squares(blocks: Iterable[Array]) -> float:
@@ -85,7 +85,7 @@ class GpuNorms:
 
 
 class ExactNorms:
-    """Exact sums of squares of each tensor's weights and update directions, as accumulators of `update.exact`."""
+    """Exact sums of squares of each tensor's weights and update directions, in accumulators of `optim.exact`."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)
@@ -183,9 +183,9 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
     return limit / norm if 0.0 < limit < norm else 1.0
 
 
-def first_nonfinite(store: FlatStore, part: Range | None = None) -> str | None:
-    """Return the name of the first tensor of ``store`` with a NaN or infinity, or None. ``part``: range to search."""
-    for segment, where in store.tensors() if part is None else store.layout.within(part):
+def first_nonfinite(store: FlatStore, elements: Range | None = None) -> str | None:
+    """Return the name of the first tensor of ``store`` with a NaN or infinity in ``elements``, or None."""
+    for segment, where in store.tensors() if elements is None else store.layout.within(elements):
         if not all(bool(namespace(values).isfinite(values).all()) for values in store.blocks(where)):
             return segment.key
     return None

@@ -11,7 +11,7 @@ from typing import Final
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import ConfigurationError, ScheduleError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.reporting.rules import section_values
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.registry import Compression

@@ -23,8 +23,8 @@ from hpcdist.comm.transport import attribute, call_site_outside
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls, streams
 from hpcdist.torch.buffers import Buffer, coalesced_inputs, devices_of
+from hpcdist.torch.calls import reduction_of
 from hpcdist.torch.messages import Mailbox
-from hpcdist.torch.reductions import reduction_of
 from hpcdist.torch.streams import Streams
 from hpcdist.torch.work import NO_TIMEOUT, BatchWork, CollectiveWork, OperationQueue, Work
 

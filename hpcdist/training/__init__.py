@@ -21,5 +21,5 @@ Route of one gradient from `hpcdist train` to the network, and its update (zero1
     collectives/algorithms/ring.py         for each segment: send one, receive one, add
     comm/mpi/communicator.py               MPI_Sendrecv
     strategies/core/sharded_update.py      the update of the shard, after the ranks agreed on loss and norm
-    optim/adam.py                          the formula of the optimizer
+    optim/optimizer.py                     the formula of the optimizer
 """

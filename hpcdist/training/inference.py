@@ -17,9 +17,9 @@ import numpy as np
 
 from hpcdist import models
 from hpcdist.arrays import backend, rng
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.listing import PARAMETERS
@@ -33,10 +33,10 @@ from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models import factory
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.arena import Arena
-from hpcdist.optim.update import kernels
+from hpcdist.optim import kernels
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import data
 from hpcdist.training.build.state_source import scalars_of

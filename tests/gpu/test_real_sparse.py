@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
+from hpcdist.compression import coo
 from hpcdist.compression.compressor import RandomKey
+from hpcdist.compression.dgc import DeepGradientCompression
+from hpcdist.compression.onebit_adam import AdamMoments, OneBitAdam
 from hpcdist.compression.powersgd import PowerSgd
-from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
-from hpcdist.compression.sparsify import coo
-from hpcdist.compression.sparsify.dgc import DeepGradientCompression
-from hpcdist.compression.sparsify.randomk import RandomK
-from hpcdist.compression.sparsify.topk import TopK
+from hpcdist.compression.randomk import RandomK
+from hpcdist.compression.topk import TopK
 
 BYTES, REAL = np.dtype(np.uint8), np.dtype(np.float32)
 N = 100_003

@@ -20,8 +20,8 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import split as split_range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.runtime import split_backward
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models import split_backward
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import IGNORED, Draw
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
@@ -166,7 +166,7 @@ class ModelRun:
                 saved = self.arena.saved(stage.layer, number)
                 saved.scale = 0.25
                 d = stage.backward(views, into, d, two_passes, saved)
-                split_backward.release_first_pass(saved)
+                saved.narrow()
             self._spoil()
             if together:
                 self._weights(number, stages)

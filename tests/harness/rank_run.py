@@ -12,7 +12,7 @@ import pytest
 from harness import trainings
 from hpcdist import models
 from hpcdist.arrays import backend
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo

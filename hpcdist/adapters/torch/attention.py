@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcdist.adapters.torch.arrays import array_of, library, tensor_of
 from hpcdist.errors import UsageError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import AttentionOperation, Saved
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class SampleCut:
     """This rank's part of each sample under context parallelism (samples split by token).
 
-    ``places``: positions of this rank's tokens in the sample. ``whole``: number of tokens of the whole sample.
-    ``attention``: attention over the tokens of all ranks of the sample.
+    ``attention``: attention over the tokens of all context ranks. ``places``: positions of this rank's tokens.
+    ``whole``: number of tokens of the sample on all ranks.
     """
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:

@@ -101,7 +101,7 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
                 f"recipe_of is for modules wrapped by hpcdist.adapters.torch, but stage {stage.layer} is a "
                 f"{type(stage).__name__}; set optimizer.name and its other keys in the recipe"
             )
-        keys |= {id(parameter): f"{stage.layer}.{name}" for name, parameter in stage.cut.own.items()}
+        keys |= {id(parameter): f"{stage.layer}.{name}" for name, parameter in stage.modules.owned.items()}
     group_of: dict[str, Mapping[str, Any]] = {}
     for group in groups:
         for parameter in group["params"]:
@@ -151,7 +151,7 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
     reason = "these are parameters of other modules"
     cure = "pass the module, or list of stages, that was passed to wrap"
     for layer, cut in enumerate(stages_of(module_or_stages)):
-        for name, parameter in cut.own.items():
+        for name, parameter in cut.owned.items():
             values = remaining.pop(f"{layer}.{name}", None)
             if values is None:
                 raise UsageError(f"the parameters lack the tensor {layer}.{name}: {reason}; {cure}")
@@ -236,7 +236,7 @@ def _array(example: Any) -> np.ndarray:
 
 
 def _trace(stages: list[TorchStage], example: Any, binding: ParameterBinding) -> None:
-    modes = [{module: module.training for module in stage.cut.every()} for stage in stages]
+    modes = [{module: module.training for module in stage.modules.all_modules()} for stage in stages]
     x = as_computable(example, binding.dtype)
     x = x.map(lambda one: one.to(binding.device)) if isinstance(x, backend.ArrayGroup) else x.to(binding.device)
     try:
@@ -244,4 +244,4 @@ def _trace(stages: list[TorchStage], example: Any, binding: ParameterBinding) ->
             x = stage.trace(x)
     finally:
         for stage, previous in zip(stages, modes, strict=True):
-            stage.cut.set_modes(previous)
+            stage.modules.set_modes(previous)

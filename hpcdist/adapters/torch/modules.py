@@ -24,13 +24,13 @@ class StageModules:
     """Modules of one pipeline stage in order of execution, with the parameters of the stage."""
 
     modules: list[tuple[str, "torch.nn.Module"]]  # qualified names, "" if unnamed
-    own: dict[str, "torch.nn.Parameter"] = field(default_factory=dict)  # without parameters of earlier stages
+    owned: dict[str, "torch.nn.Parameter"] = field(default_factory=dict)  # without parameters of earlier stages
     # name of a parameter shared with an earlier stage: (layer, name) in that stage
     tied: dict[str, tuple[int, str]] = field(default_factory=dict)
     modes: dict["torch.nn.Module", bool] = field(default_factory=dict)  # True: training, False: evaluation
 
-    def every(self) -> Iterator["torch.nn.Module"]:
-        """Yield all modules of the stage, including nested modules."""
+    def all_modules(self) -> Iterator["torch.nn.Module"]:
+        """Yield the modules of the stage and all nested modules."""
         for _, module in self.modules:
             yield from module.modules()
 
@@ -85,14 +85,14 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
                 owner.setdefault(id(parameter), (len(stages) - 1, name))
     if not stages:
         raise UsageError("the modules have no parameter: there is nothing to train; pass a module with parameters")
-    chosen = any(module.training for cut in stages for module in cut.every())
-    for layer, cut in enumerate(stages):
-        cut.modes = {module: module.training or not chosen for module in cut.every()}
-        for name, parameter in cut.parameters():
+    chosen = any(module.training for stage in stages for module in stage.all_modules())
+    for layer, stage in enumerate(stages):
+        stage.modes = {module: module.training or not chosen for module in stage.all_modules()}
+        for name, parameter in stage.parameters():
             if owner[id(parameter)][0] == layer:
-                cut.own[name] = parameter
+                stage.owned[name] = parameter
             else:
-                cut.tied[name] = owner[id(parameter)]
+                stage.tied[name] = owner[id(parameter)]
     return stages
 
 
@@ -116,9 +116,9 @@ def _modules(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
 def check_modules(stages: Sequence[StageModules]) -> None:
     """Raise UsageError or ConfigurationError, with the parameter's name, if modules of ``stages`` cannot be trained."""
     torch = library()
-    parameters = [(cut, name, parameter) for cut in stages for name, parameter in cut.own.items()]
-    for cut, name, parameter in parameters:
-        where = f"parameter {name} of {cut}"
+    parameters = [(stage, name, parameter) for stage in stages for name, parameter in stage.owned.items()]
+    for stage, name, parameter in parameters:
+        where = f"parameter {name} of {stage}"
         if torch.nn.parameter.is_lazy(parameter):
             raise UsageError(f"{where} has no shape yet; run the module once on an example before you wrap the module")
         if parameter.device.type == "meta":
@@ -136,8 +136,8 @@ def check_modules(stages: Sequence[StageModules]) -> None:
             raise UsageError(f"{where} has the layout {parameter.layout}; convert the parameter with to_dense()")
     _check_alike(parameters)
     _check_memory(parameters)
-    for cut in stages:
-        _check_statistics(cut)
+    for stage in stages:
+        _check_statistics(stage)
 
 
 def _check_alike(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parameter"]]) -> None:
@@ -148,46 +148,46 @@ def _check_alike(parameters: Sequence[tuple[StageModules, str, "torch.nn.Paramet
             f"parameter {first} is {alike.dtype}; parameters must be float32 or float64: use module.float(), and "
             "torch.autocast inside the modules for 16-bit products"
         )
-    for cut, name, parameter in parameters:
+    for stage, name, parameter in parameters:
         if (parameter.dtype, parameter.device) != (alike.dtype, alike.device):
             raise ConfigurationError(
-                f"parameter {name} of {cut} is {parameter.dtype} on {parameter.device}, but parameter {first} is "
+                f"parameter {name} of {stage} is {parameter.dtype} on {parameter.device}, but parameter {first} is "
                 f"{alike.dtype} on {alike.device}; give the modules one dtype and device with module.to"
             )
-        for buffer_name, buffer in cut.buffers():
+        for buffer_name, buffer in stage.buffers():
             if buffer.device != alike.device:
                 raise ConfigurationError(
-                    f"buffer {buffer_name} of {cut} is on {buffer.device}, but parameter {first} is on {alike.device}; "
-                    "move the modules to one device with module.to"
+                    f"buffer {buffer_name} of {stage} is on {buffer.device}, but parameter {first} is on "
+                    f"{alike.device}; move the modules to one device with module.to"
                 )
 
 
 def _check_memory(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parameter"]]) -> None:
     spans = []
-    for cut, name, parameter in parameters:
+    for stage, name, parameter in parameters:
         if parameter.numel():
             reach = sum(
                 (size - 1) * abs(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
             )
             start = parameter.data_ptr()
-            spans.append((start, start + (reach + 1) * parameter.element_size(), name, cut))
+            spans.append((start, start + (reach + 1) * parameter.element_size(), name, stage))
             if reach + 1 < parameter.numel():
                 raise UsageError(
-                    f"parameter {name} of {cut} is an expanded tensor: several elements share one number; make the "
+                    f"parameter {name} of {stage} is an expanded tensor: several elements share one number; make the "
                     "parameter contiguous before you wrap the module"
                 )
     spans.sort(key=lambda span: span[:2])
-    for (_, stop, name, cut), (start, _, other, other_cut) in zip(spans, spans[1:], strict=False):
+    for (_, stop, name, stage), (start, _, other, other_stage) in zip(spans, spans[1:], strict=False):
         if start < stop:
             raise UsageError(
-                f"parameters {name} of {cut} and {other} of {other_cut} share memory but are two parameters; "
+                f"parameters {name} of {stage} and {other} of {other_stage} share memory but are two parameters; "
                 "to share a parameter, use the same torch.nn.Parameter in both modules, not a view of it"
             )
 
 
-def _check_statistics(cut: StageModules) -> None:
+def _check_statistics(stage: StageModules) -> None:
     batchnorm = library().nn.modules.batchnorm._NormBase
-    for prefix, module in cut.modules:
+    for prefix, module in stage.modules:
         for name, inner in module.named_modules(prefix=prefix):
             if isinstance(inner, batchnorm) and inner.track_running_stats:
                 raise UsageError(
@@ -208,8 +208,8 @@ class ParameterView:
 
 
 class _StageTensors:
-    def __init__(self, cut: StageModules) -> None:
-        self.parameters = dict(cut.parameters())
+    def __init__(self, stage: StageModules) -> None:
+        self.parameters = dict(stage.parameters())
         self.views: Parameters | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.starts: dict[int, str] = {}  # address of the memory -> name
@@ -218,30 +218,30 @@ class _StageTensors:
 class ParameterBinding:
     """Link between user modules and a training run, whose arrays hold the modules' parameters. Not thread-safe."""
 
-    def __init__(self, cuts: Sequence[StageModules]) -> None:
-        self._bound = {id(cut): _StageTensors(cut) for cut in cuts}
-        first = next(iter(cuts[0].own.values()))
+    def __init__(self, stages: Sequence[StageModules]) -> None:
+        self._bound = {id(stage): _StageTensors(stage) for stage in stages}
+        first = next(iter(stages[0].owned.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
         self._initial: dict[int, torch.Tensor] | None = {
-            id(parameter): parameter.detach() for cut in cuts for parameter in cut.own.values()
+            id(parameter): parameter.detach() for stage in stages for parameter in stage.owned.values()
         }
         self._gradients: Gradients | None = None  # destination of the gradients of the running backward
         self._names: dict[int, str] = {}
         self._written: set[str] = set()
         self._targets: dict[int, tuple[Array, torch.Tensor]] = {}
-        for cut in cuts:
-            for parameter in cut.own.values():
+        for stage in stages:
+            for parameter in stage.owned.values():
                 parameter.register_post_accumulate_grad_hook(self._take)
 
-    def initial(self, cut: StageModules) -> dict[str, np.ndarray]:
-        """Return {name: initial value (host array)} for the parameters that belong to stage ``cut``."""
+    def initial(self, stage: StageModules) -> dict[str, np.ndarray]:
+        """Return the initial values of the parameters that ``stage`` owns, as host arrays by name."""
         if self._initial is None:
             raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
-        return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
+        return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in stage.owned.items()}
 
-    def settle(self, step: int) -> None:
-        """At ``step`` 2 or later, free the initial values, and all parameters of stages that other ranks run."""
+    def free_initial(self, step: int) -> None:
+        """From ``step`` 2 on, free the initial values, and the parameters of stages that other ranks run."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -250,12 +250,12 @@ class ParameterBinding:
                     if id(parameter) not in held:
                         parameter.data = parameter.new_empty(0)
 
-    def bind(self, cut: StageModules, views: Parameters, same_device: Array) -> None:
-        """Move the parameters of ``cut`` (the modules of a stage) into the arrays ``views``, keyed by parameter name.
+    def bind(self, stage: StageModules, views: Parameters, same_device: Array) -> None:
+        """Move the parameters of ``stage`` into the arrays ``views``, keyed by parameter name.
 
         ``same_device``: array on the run's device. Raises ConfigurationError if the modules are on another device.
         """
-        bound = self._bound[id(cut)]
+        bound = self._bound[id(stage)]
         if views is not bound.views:
             self._look_at(bound, views, same_device)
         for name, parameter in bound.parameters.items():
@@ -275,24 +275,24 @@ class ParameterBinding:
         }
         bound.views = views
 
-    def has(self, cut: StageModules) -> bool:
-        """Return True if the run has moved or freed parameters of ``cut`` (the modules of a stage)."""
-        bound = self._bound[id(cut)]
+    def has(self, stage: StageModules) -> bool:
+        """Return True if the run has moved or freed parameters of ``stage``."""
+        bound = self._bound[id(stage)]
         run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
         freed = self._initial is None
         return any(
-            p.data_ptr() in run_memory if p.numel() else freed and any(name in cut.own for name in bound.parameters)
+            p.data_ptr() in run_memory if p.numel() else freed and any(name in stage.owned for name in bound.parameters)
             for p in bound.parameters.values()
         )
 
-    def holds(self, cut: StageModules, start: int) -> bool:
-        """Return True if a parameter of ``cut`` (the modules of a stage) begins at the memory address ``start``."""
-        return start in self._bound[id(cut)].starts
+    def holds(self, stage: StageModules, start: int) -> bool:
+        """Return True if a parameter of ``stage`` begins at the memory address ``start``."""
+        return start in self._bound[id(stage)].starts
 
     @contextlib.contextmanager
-    def saving(self, cut: StageModules) -> Iterator[None]:
-        """Context manager: autograd saves a `ParameterView` instead of a parameter of ``cut`` (a stage's modules)."""
-        bound = self._bound[id(cut)]
+    def saving(self, stage: StageModules) -> Iterator[None]:
+        """Context manager: autograd saves a `ParameterView` instead of a parameter of ``stage``."""
+        bound = self._bound[id(stage)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
             name = bound.starts.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
@@ -308,8 +308,8 @@ class ParameterBinding:
             if tensor._version != version:
                 raise RuntimeError(
                     "one of the tensors needed for the gradient has been modified by an inplace operation: a tensor "
-                    f"{tuple(tensor.shape)} of stage {cut} is at version {tensor._version}, expected version {version}"
-                    "; replace the in-place operation on this tensor"
+                    f"{tuple(tensor.shape)} of stage {stage} is at version {tensor._version}, expected version "
+                    f"{version}; replace the in-place operation on this tensor"
                 )
             return tensor
 
@@ -317,12 +317,12 @@ class ParameterBinding:
             yield
 
     @contextlib.contextmanager
-    def collect(self, cut: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context manager: the backward pass of ``cut`` (a stage's modules) writes the gradients to ``gradients``.
+    def collect(self, stage: StageModules, gradients: Gradients) -> Iterator[set[str]]:
+        """Context manager: the backward pass of ``stage`` writes the gradients to ``gradients``.
 
         Yields the set of names of the parameters whose gradients have been written.
         """
-        bound = self._bound[id(cut)]
+        bound = self._bound[id(stage)]
         for parameter in bound.parameters.values():
             parameter.grad = None  # the first gradient is written, not added to an old gradient
         self._names = {id(parameter): name for name, parameter in bound.parameters.items()}

@@ -41,12 +41,12 @@ class TorchStage:
         binding: ParameterBinding,
         adapted: Callable[[str, "torch.nn.Parameter"], bool],
     ):
-        self.layer, self.cut, self.binding = layer, cut, binding
+        self.layer, self.modules, self.binding = layer, cut, binding
         self.name = str(cut)
         self.tied = {name: f"{owner}.{there}" for name, (owner, there) in cut.tied.items()}
         self._specs = tuple(
             TensorSpec(layer, name, tuple(parameter.shape), adapted(name, parameter))
-            for name, parameter in cut.own.items()
+            for name, parameter in cut.owned.items()
         )
         self._output: tuple[int, ...] | None = None
         self._buffers = dict(cut.buffers())
@@ -94,17 +94,17 @@ class TorchStage:
         return chosen.map(array_of) if isinstance(chosen, ArrayGroup) else array_of(chosen)  # type: ignore[return-value]
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        for name, values in self.binding.initial(self.cut).items():
+        for name, values in self.binding.initial(self.modules).items():
             parameters[name][...] = values
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        self.binding.bind(self.cut, parameters, arrays_in(x)[0])
+        self.binding.bind(self.modules, parameters, arrays_in(x)[0])
         with share_stream(x):
             leaf = as_computable(x, self.binding.dtype) if self.layer == 0 else tensor_of(x)
             if saved.draw is None:
                 y = self._evaluated(leaf)
             else:
-                self.binding.settle(saved.draw.step)
+                self.binding.free_initial(saved.draw.step)
                 y = self._recorded(leaf, saved.draw)
             saved.keep("torch.run", (leaf, None if saved.draw is None else y))  # y with its graph
             return array_of(self._checked(y, leaf))
@@ -112,7 +112,7 @@ class TorchStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        self.binding.bind(self.cut, parameters, dy)
+        self.binding.bind(self.modules, parameters, dy)
         with share_stream(dy):
             x, y = saved["torch.run"]
             y = self._recorded(x, None) if y is None else y
@@ -125,7 +125,7 @@ class TorchStage:
                 x.grad = None
             before = CURRENT.set(self._cut)  # modules may recompute activations
             try:
-                with self.binding.collect(self.cut, gradients) as written:
+                with self.binding.collect(self.modules, gradients) as written:
                     y.backward(tensor_of(dy))
             finally:
                 CURRENT.reset(before)
@@ -143,10 +143,10 @@ class TorchStage:
         """Make this stage's modules raise UsageError (text: ``why``) if user code calls them outside of a step."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
-            if not self._inside and self.binding.has(self.cut):
+            if not self._inside and self.binding.has(self.modules):
                 raise UsageError(f"{self.name} was called outside of a step: {why}")
 
-        for _, module in self.cut.modules:
+        for _, module in self.modules.modules:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
@@ -166,7 +166,7 @@ class TorchStage:
         self._set_mode(training=draw is not None)
         if self.layer > 0:
             x.requires_grad_()
-        with torch.enable_grad(), self.binding.saving(self.cut):
+        with torch.enable_grad(), self.binding.saving(self.modules):
             if draw is None:
                 return self._run(x)
             with seeded_random(draw, self.layer, self.binding.device):
@@ -183,7 +183,7 @@ class TorchStage:
     def _through(self, x: "Inputs") -> "torch.Tensor":
         before = [buffer._version for buffer in self._buffers.values()]
         y: Any = x
-        for prefix, module in self.cut.modules:
+        for prefix, module in self.modules.modules:
             try:
                 y = self._call(prefix, module, y)
             except RuntimeError as error:
@@ -235,15 +235,15 @@ class TorchStage:
         self._output = tuple(y.shape[1:])
         shared = y.untyped_storage().data_ptr()
         starts = {tensor.untyped_storage().data_ptr() for tensor in arrays_in(x)}
-        if y.numel() and (shared in starts or self.binding.holds(self.cut, shared)):
+        if y.numel() and (shared in starts or self.binding.holds(self.modules, shared)):
             return y.detach().clone()  # this memory may be freed before the output is used
         return y
 
     def _set_mode(self, *, training: bool) -> None:
-        self.cut.set_modes(self.cut.modes if training else dict.fromkeys(self.cut.modes, False))
+        self.modules.set_modes(self.modules.modes if training else dict.fromkeys(self.modules.modes, False))
 
     def _check_buffers(self, before: list[int]) -> None:
-        now = dict(self.cut.buffers())
+        now = dict(self.modules.buffers())
         for (name, buffer), version in zip(self._buffers.items(), before, strict=True):
             if now.get(name) is not buffer or buffer._version != version:
                 raise UsageError(
@@ -252,7 +252,7 @@ class TorchStage:
                 )
 
     def _check_written(self, written: set[str]) -> None:
-        missing = [name for name in (*self.cut.own, *self.cut.tied) if name not in written]
+        missing = [name for name in (*self.modules.owned, *self.modules.tied) if name not in written]
         if missing:
             raise UsageError(
                 f"no gradient reached parameter {', '.join(missing)} of stage {self.layer}, {self.name}: the stage's "

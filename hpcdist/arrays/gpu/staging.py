@@ -12,10 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.gpu import device
 from hpcdist.arrays.gpu.device import Event
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.errors import MissingCapabilityError
 

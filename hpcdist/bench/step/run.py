@@ -17,8 +17,8 @@ import numpy as np
 
 from hpcdist import models
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.matmul_peak import MatrixProduct, blas
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.bench.step import contenders
 from hpcdist.bench.step.contenders import TorchRun
@@ -42,7 +42,7 @@ from hpcdist.errors import HpcdistError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.split_backward import with_recomputation
+from hpcdist.models.split_backward import with_recomputation
 from hpcdist.models.stage import Operations
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig

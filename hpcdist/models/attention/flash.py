@@ -316,7 +316,7 @@ class TiledForward:
     ) -> None:
         """Add the attention of a block of queries over the visible ``keys`` to the output array.
 
-        ``chunk``: samples and heads. ``rows``: (first query, end, token position of the first query). ``dropped``:
+        ``chunk``: its samples and heads. ``rows``: (first query, end, token position of the first query). ``dropped``:
         dropout mask, or None.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
@@ -401,8 +401,8 @@ class TiledBackward:
     ) -> None:
         """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
 
-        ``chunk``: samples and heads. ``rows``: (first key, end, token position of the first key). ``dropped``: dropout
-        mask.
+        ``chunk``: its samples and heads. ``rows``: (first key, end, token position of the first key).
+        ``dropped``: dropout mask, or None.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

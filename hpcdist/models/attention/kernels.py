@@ -175,10 +175,10 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
 ) -> None:
-    """Sum ``part`` over groups of ``groups`` query heads. Write the sums to ``target``, or add them (``add`` True).
+    """Sum ``part`` over groups of ``groups`` query heads. Write the sums to ``target``, or add them if ``add``.
 
-    ``heads``: number of key heads in ``target``, from ``column`` on. ``pair``, ``first``: number of the first (sample,
-    key head) pair and token to write.
+    ``heads``: number of key heads in ``target``, from ``column`` on. ``pair``: number of the first (sample, key head)
+    pair to write. ``first``: number of the first token to write.
     """
     # `part` has the shape (pairs * groups, rows, head size), `target` (batch, context, columns).
     if is_device(target):

@@ -41,7 +41,7 @@ class Heads:
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """Return a view of one of the arrays in the columns of x. ``part``: 0, 1 or 2 for queries, keys or values.
+        """Return a view of the queries, keys or values in the columns of x: ``part`` 0, 1 or 2.
 
         Axes: samples, key heads, query heads per key head, tokens, columns of a head.
         """
@@ -168,11 +168,11 @@ def one_piece(rows: int) -> Pieces:
 
 
 def blocks(
-    pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
+    pieces: Pieces, longest: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
     """Yield blocks of the rows [``first``, ``last``): (start row, end row, token position of the start row).
 
-    ``long``: most rows in a block. ``pieces``: token positions of the rows. ``places``: token positions to cover.
+    ``pieces``: token positions of the rows. ``longest``: maximum rows of a block. ``places``: token positions to cover.
     """
     for begin, end, position in pieces:
         # Blocks outside the token positions `places` may be left out.
@@ -180,8 +180,8 @@ def blocks(
         here = position + low - begin
         stop = min(stop, low - (here - places[1]) // QUERY_BLOCK * QUERY_BLOCK)
         low += max(0, places[0] - here) // QUERY_BLOCK * QUERY_BLOCK
-        for start in range(low, stop, long):
-            yield start, min(start + long, stop), position + start - begin
+        for start in range(low, stop, longest):
+            yield start, min(start + longest, stop), position + start - begin
 
 
 def band(distance: int, window: int, *, causal: bool) -> Span:

@@ -46,7 +46,7 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
     """Write to ``places[t, j]`` the buffer row of token t for expert ``chosen[t, j]``. On a GPU.
 
     ``runs[s, r]``: a range [first, end) of tokens of sample s. ``table[s, r, e]``: first row and maximum number of rows
-    for expert e in this range. If expert e is full, ``places`` is unchanged.
+    for expert e in this range. ``places`` is unchanged for a full expert.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],

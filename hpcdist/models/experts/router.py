@@ -125,11 +125,10 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
 def place(
     chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
 ) -> np.ndarray:
-    """Write the row of each (token, expert) pair to ``places``, sorted by expert, or -1 if the pair is dropped.
+    """Assign rows, sorted by expert, to (token, expert) pairs. Return each expert's first row, then the row count.
 
     ``chosen``: experts of each token. ``runs``: token ranges. ``counts``, ``before``: pairs per expert in and before
-    each range. ``rooms[s]``: maximum number of pairs of sample s per expert. Returns the first row of each expert, then
-    the number of rows.
+    each range. ``rooms[s]``: capacity per expert in sample s. ``places`` receives the rows, -1 for dropped pairs.
     """
     # Shapes: `chosen` and `places` (tokens, k), `runs` (samples, ranges, 2), `counts` (from `count`) and `before`
     # (samples, ranges, experts), `rooms` (samples,). Later pairs are dropped. The rows of an expert are in token order.

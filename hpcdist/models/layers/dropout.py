@@ -59,7 +59,7 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """First kernel arguments: the fields ``groups`` to ``first_row``, and the random counters per row."""
+        """Position and shape of the mask as leading kernel arguments: ``groups`` to ``first_row``, counters per row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 

@@ -63,11 +63,20 @@ def _exp_double(x: Any) -> Any:
     return np.inf if x > _MOST_D else y
 
 
-def _choose(numba: Any) -> Any:
-    single, double = _exp_single.inner(numba), _exp_double.inner(numba)
-
-    def exp(x: Any) -> Any:
+def _by_type(numba: Any, first_type: str, first: Any, second: Any) -> Any:
+    # A function for compiled code: `first` for arguments of the numba type `first_type`, `second` for all others.
+    def function(x: Any) -> Any:
         raise AssertionError("numba replaces the body of this function; call the function only from compiled code")
+
+    @numba.extending.overload(function)
+    def choose(x: Any) -> Any:
+        return first if x == getattr(numba.types, first_type) else second
+
+    return function
+
+
+def _exp(numba: Any) -> Any:
+    single, double = _exp_single.inner(numba), _exp_double.inner(numba)
 
     def in_single(x: Any) -> Any:
         return single(x)
@@ -75,14 +84,10 @@ def _choose(numba: Any) -> Any:
     def in_double(x: Any) -> Any:
         return double(x)
 
-    @numba.extending.overload(exp)
-    def of_type(x: Any) -> Any:
-        return in_single if x == numba.types.float32 else in_double
-
-    return exp
+    return _by_type(numba, "float32", in_single, in_double)
 
 
-exp = Primitive(_choose, "exp(x) of a float32 or float64, in its own precision")
+exp = Primitive(_exp, "exp(x) of a float32 or float64, in its own precision")
 
 
 @jit
@@ -102,44 +107,32 @@ for _dtype in SAMPLE_DTYPES:
 _SIGN, _REST, _SIGN_D, _REST_D = np.int32(31), np.int32(0x7FFFFFFF), np.int64(63), np.int64(0x7FFFFFFFFFFFFFFF)
 
 
-def _ordered(numba: Any) -> Any:
-    def ordered(x: Any) -> Any:
-        raise AssertionError("numba replaces the body of this function; call the function only from compiled code")
-
-    def of_single(x: Any) -> Any:
-        bits = np.float32(x).view(np.int32)
-        return np.int32(bits ^ ((bits >> _SIGN) & _REST))
-
-    def of_double(x: Any) -> Any:
-        bits = np.float64(x).view(np.int64)
-        return np.int64(bits ^ ((bits >> _SIGN_D) & _REST_D))
-
-    @numba.extending.overload(ordered)
-    def choose(x: Any) -> Any:
-        return of_single if x == numba.types.float32 else of_double
-
-    return ordered
+def _ordered_single(x: Any) -> Any:
+    bits = np.float32(x).view(np.int32)
+    return np.int32(bits ^ ((bits >> _SIGN) & _REST))
 
 
-def _number(numba: Any) -> Any:
-    def number(k: Any) -> Any:
-        raise AssertionError("numba replaces the body of this function; call the function only from compiled code")
-
-    def of_single(k: Any) -> Any:
-        return np.int32(k ^ ((k >> _SIGN) & _REST)).view(np.float32)
-
-    def of_double(k: Any) -> Any:
-        return np.int64(k ^ ((k >> _SIGN_D) & _REST_D)).view(np.float64)
-
-    @numba.extending.overload(number)
-    def choose(k: Any) -> Any:
-        return of_single if k == numba.types.int32 else of_double
-
-    return number
+def _ordered_double(x: Any) -> Any:
+    bits = np.float64(x).view(np.int64)
+    return np.int64(bits ^ ((bits >> _SIGN_D) & _REST_D))
 
 
-ordered_bits = Primitive(_ordered, "the integer that stands for a float32 or float64 in their order")
-from_ordered_bits = Primitive(_number, "the float32 or float64 that an int32 or int64 of `ordered_bits` stands for")
+def _number_single(x: Any) -> Any:
+    return np.int32(x ^ ((x >> _SIGN) & _REST)).view(np.float32)
+
+
+def _number_double(x: Any) -> Any:
+    return np.int64(x ^ ((x >> _SIGN_D) & _REST_D)).view(np.float64)
+
+
+ordered_bits = Primitive(
+    lambda numba: _by_type(numba, "float32", _ordered_single, _ordered_double),
+    "the integer that stands for a float32 or float64 in their order",
+)
+from_ordered_bits = Primitive(
+    lambda numba: _by_type(numba, "int32", _number_single, _number_double),
+    "the float32 or float64 that an int32 or int64 of `ordered_bits` stands for",
+)
 
 
 @jit

@@ -9,13 +9,13 @@ import numpy as np
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
 from hpcdist.comm.communicator import Communicator
+from hpcdist.compression.adaptive import Adaptive
 from hpcdist.compression.casts import BFloat16, Float16
 from hpcdist.compression.compressor import Compressor
-from hpcdist.compression.quantise.adaptive import Adaptive
-from hpcdist.compression.quantise.sign import SignSgd
-from hpcdist.compression.quantise.uniform import NEAREST, STOCHASTIC, Blockwise, Qsgd
-from hpcdist.compression.sparsify.randomk import RandomK
-from hpcdist.compression.sparsify.topk import TopK
+from hpcdist.compression.randomk import RandomK
+from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.topk import TopK
+from hpcdist.compression.uniform import NEAREST, STOCHASTIC, Blockwise, Qsgd
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import (

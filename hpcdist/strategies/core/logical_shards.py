@@ -18,7 +18,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of, tree_sum
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim.update import kernels
+from hpcdist.optim import kernels
 from hpcdist.strategies.core.rank_context import RankContext
 
 # (rows, inner, columns): large enough for threads, and one with a ragged edge in every dim

@@ -17,7 +17,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.model import BoundGradients
 from hpcdist.models.stage import Parameters
-from hpcdist.optim.update import kernels
+from hpcdist.optim import kernels
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.parameter_views import ParameterViews, TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext

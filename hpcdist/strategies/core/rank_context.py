@@ -6,10 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import Allocate, FlatStore
 from hpcdist.collectives.dispatch import parse_algorithm

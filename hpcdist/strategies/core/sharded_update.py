@@ -16,10 +16,9 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.optim import norms
+from hpcdist.optim import exact, norms
 from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.optimizer import Optimizer
-from hpcdist.optim.update import exact
 from hpcdist.strategies.core.operations import Kind, Operation
 
 

@@ -37,8 +37,8 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
-from hpcdist.compression.sparsify.dgc import WARMUP_STAGES, DeepGradientCompression, clip_factor, density_at
-from hpcdist.compression.sparsify.topk import TopK
+from hpcdist.compression.dgc import WARMUP_STAGES, DeepGradientCompression, clip_factor, density_at
+from hpcdist.compression.topk import TopK
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.low_rank import QUERY, PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import CodedUnit, GatheredReduction, GradientCoder

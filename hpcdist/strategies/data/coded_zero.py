@@ -31,7 +31,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim.update import kernels
+from hpcdist.optim import kernels
 from hpcdist.strategies.compressed.config import QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.reduction import (
     CompressedReduction,

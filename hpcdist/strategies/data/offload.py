@@ -27,9 +27,9 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.filestore import BLOCK_BYTES, FileStore
 from hpcdist.arrays.gpu import device, staging
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError

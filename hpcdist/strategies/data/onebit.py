@@ -40,7 +40,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
 from hpcdist.compression.compressor import RandomKey, align
-from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam, places
+from hpcdist.compression.onebit_adam import AdamMoments, OneBitAdam, places
 from hpcdist.errors import StorageError
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.core.operations import Kind, Operation

@@ -22,7 +22,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
 from hpcdist.compression.compressor import ErrorFeedback
 from hpcdist.errors import StorageError
-from hpcdist.optim.update import kernels
+from hpcdist.optim import kernels
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import counted

@@ -29,8 +29,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
-from hpcdist.optim import norms
-from hpcdist.optim.update import kernels
+from hpcdist.optim import kernels, norms
 from hpcdist.strategies.core.exchange import Exchange, Handlers, Traits, pieces_of
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext, buckets_of_layers

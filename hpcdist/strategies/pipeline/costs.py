@@ -35,14 +35,14 @@ from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models import counts
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.tiles import QUERY_BLOCK
 from hpcdist.models.classifiers import Convolution, Dense
 from hpcdist.models.classifiers import PoolingHead as PooledHead
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import DocumentPairs, KeptArray, Scratch, UnitCounts
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
+from hpcdist.models.split_backward import split_operations, weight_gradients
 from hpcdist.models.stage import Draw, Stage
 from hpcdist.models.transformer import LanguageModelHead, TokenEmbedding, TransformerBlock
 
@@ -130,7 +130,7 @@ class _Probe:
         self._saved.release()
         second = self._forward()
         halves = self._backward(split=True)
-        release_first_pass(self._saved)
+        self._saved.narrow()
         start_s = self._clock()
         weight_gradients(self._parameters, self._gradients, self._model.operations, self._saved)
         weight = self._clock() - start_s

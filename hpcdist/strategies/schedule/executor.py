@@ -10,7 +10,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import DataError, NonFiniteError, UsageError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import Exchange

@@ -12,11 +12,10 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.gpu.graphs import GraphRecorder
-from hpcdist.arrays.memory import Ledger
+from hpcdist.models.arena import Arena, ArenaSaved, BlockUse, SavedState
 from hpcdist.models.model import BoundGradients
-from hpcdist.models.runtime.arena import Arena, ArenaSaved, BlockUse, SavedState
 from hpcdist.models.stage import Draw, Parameters
 from hpcdist.strategies.core.operations import Kind, Operation
 

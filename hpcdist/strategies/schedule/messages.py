@@ -7,7 +7,7 @@ from typing import Final
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.transport import LARGEST_TAG, Request
 from hpcdist.errors import CommunicationError, ScheduleError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.core.operations import MESSAGES, Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext

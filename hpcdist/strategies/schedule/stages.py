@@ -15,10 +15,10 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, Scalar
+from hpcdist.models.arena import Arena, ArenaSaved
 from hpcdist.models.documents import unpacked
 from hpcdist.models.model import LOSS_WEIGHT
-from hpcdist.models.runtime.arena import Arena, ArenaSaved
-from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
+from hpcdist.models.split_backward import split_operations, weight_gradients
 from hpcdist.models.stage import Draw, MixedStage, Operations, Saved
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.core.parameter_views import ParameterViews
@@ -255,7 +255,7 @@ class Stages:
                 dx = self.neighbours.keep(op.microbatch, op.unit, dx)  # other chunks run before the unit that takes dx
             self._gradients[op.microbatch, op.unit] = dx
         if split:
-            release_first_pass(saved)
+            saved.narrow()
         else:
             self._end(op)
         if op.unit in self._firsts and (op.unit == 0 or not self._place.crosses(op.unit)):

@@ -11,6 +11,7 @@ from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
 from hpcdist.models.experts.mixture import LocalExperts, WholeExperts
 from hpcdist.models.layers.dropout import LocalDropout, mask
 from hpcdist.models.layers.linear import (
@@ -22,7 +23,6 @@ from hpcdist.models.layers.linear import (
     gradient_of_weight,
 )
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import (
     AttentionOperation,
     AttentionOptions,

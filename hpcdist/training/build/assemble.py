@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcdist import collectives, models
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.spans import SpanSink
@@ -17,7 +17,7 @@ from hpcdist.models import factory as models_factory
 from hpcdist.models.config import FOREIGN, TRANSFORMERS
 from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.split_backward import with_recomputation
+from hpcdist.models.split_backward import with_recomputation
 from hpcdist.optim import rates
 from hpcdist.strategies import build as strategies
 from hpcdist.strategies.build import StrategySettings

@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import loss_unit, speed_unit
 from hpcdist.models.model import Model

@@ -17,7 +17,7 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.quantise.uniform import Blockwise
+from hpcdist.compression.uniform import Blockwise
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed.config import CompressionConfig

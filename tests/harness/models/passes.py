@@ -5,8 +5,8 @@ from typing import Any
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 
 

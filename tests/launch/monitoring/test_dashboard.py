@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.jobs import LIMIT_S
-from hpcdist.arrays.memory import CATEGORIES
+from hpcdist.arrays.backend import CATEGORIES
 from hpcdist.batch import job
 from hpcdist.energy.sources.utilisation import SHARES
 from hpcdist.telemetry.anomalies import KINDS

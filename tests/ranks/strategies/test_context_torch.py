@@ -12,7 +12,7 @@ from harness.trainings import assert_rejected, recipe_keys
 from hpcdist.adapters.torch import context_attention, context_positions, wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, DataError, UsageError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.model import cut_context

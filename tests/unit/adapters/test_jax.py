@@ -18,7 +18,7 @@ from hpcdist.adapters.jax import parameters
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError, UsageError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Draw
 
 pytestmark = pytest.mark.reference

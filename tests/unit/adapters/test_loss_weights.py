@@ -14,7 +14,7 @@ from hpcdist.adapters.torch.loss import TorchLoss
 from hpcdist.adapters.torch.model import wrap
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, UsageError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.training.data import own_samples
 

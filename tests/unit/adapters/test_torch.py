@@ -470,7 +470,7 @@ import numpy as np, torch
 from torch import nn
 from hpcdist.adapters.torch import model as adapter
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Draw
 torch.set_num_threads(1)
 stages = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(8)]

@@ -15,7 +15,7 @@ from hpcdist.adapters.torch import arrays
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.training.script import Training
 

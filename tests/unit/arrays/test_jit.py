@@ -70,7 +70,7 @@ def test_cache_directory_open_to_other_users_is_rejected(tmp_path, fallback_dire
 COMPILES = """
 import sys
 import numpy as np
-from hpcdist.optim.update.kernels import add_squares
+from hpcdist.optim.kernels import add_squares
 print("ready", flush=True)
 sys.stdin.readline()
 add_squares(np.ones(8, sys.argv[1]), np.zeros(16), 0)

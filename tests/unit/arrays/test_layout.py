@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout, TensorSpec
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 

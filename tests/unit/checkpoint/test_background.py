@@ -8,7 +8,7 @@ import pytest
 
 from harness.inputs import FLOAT, LAYOUT, newest_intact_checkpoint, pieces_of
 from harness.jobs import LIMIT_S
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import background, two_phase

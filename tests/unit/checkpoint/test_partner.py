@@ -9,8 +9,8 @@ import pytest
 
 from harness.inputs import FLOAT, LAYOUT, pieces_of
 from harness.marks import on_threads
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.filestore import FileStore
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore

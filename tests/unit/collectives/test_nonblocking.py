@@ -13,7 +13,7 @@ from harness.jobs import LIMIT_S
 from harness.marks import on_threads
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import nonblocking
 from hpcdist.collectives import progress as nonblocking_progress

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.gpu import device, staging
-from hpcdist.arrays.memory import Ledger
 from hpcdist.comm.handover import COLLECTIVES, MESSAGES, OPERATIONS, Handover
 from stubs.gpu import cuda_double
 

@@ -5,11 +5,11 @@ import pytest
 
 from harness.compressed.compressors import KEY, decode_values, difficult_values, encode_values
 from harness.marks import cases
+from hpcdist.compression.adaptive import Adaptive
 from hpcdist.compression.casts import BFloat16, Float16
 from hpcdist.compression.compressor import Compressor, RandomKey, align
-from hpcdist.compression.quantise.adaptive import Adaptive
-from hpcdist.compression.quantise.sign import SignSgd
-from hpcdist.compression.quantise.uniform import Blockwise, Qsgd
+from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.uniform import Blockwise, Qsgd
 from hpcdist.errors import ConfigurationError, UsageError
 
 

@@ -6,11 +6,11 @@ import pytest
 from harness.compressed.compressors import decode_values
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
+from hpcdist.compression.adaptive import Adaptive
 from hpcdist.compression.casts import Float16
 from hpcdist.compression.compressor import ErrorFeedback, RandomKey
-from hpcdist.compression.quantise.adaptive import Adaptive
-from hpcdist.compression.quantise.sign import SignSgd
-from hpcdist.compression.quantise.uniform import Blockwise, Qsgd
+from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.uniform import Blockwise, Qsgd
 from hpcdist.errors import UsageError
 
 LAYOUT = Layout.of([TensorSpec(0, "weight", (20, 30)), TensorSpec(0, "bias", (7,)), TensorSpec(1, "weight", (300,))])

@@ -5,14 +5,14 @@ import pytest
 
 from harness.marks import cases
 from hpcdist import models
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import attention_pairs, counts
 from hpcdist.models.layers import linear
-from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.split_backward import with_recomputation
+from hpcdist.models.split_backward import with_recomputation
 
 BOUND = 0.1  # relative, of memory
 GPTS = {

@@ -7,8 +7,8 @@ from harness.inputs import model_case
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 

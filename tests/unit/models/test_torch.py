@@ -7,9 +7,9 @@ from harness.marks import cases
 from harness.models.documents import random_places, visibility_mask
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.documents import PackedTokens
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 

@@ -11,9 +11,8 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.optim import norms, optimizer
+from hpcdist.optim import exact, kernels, norms, optimizer
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.update import exact, kernels
 
 DTYPES = (np.float32, np.float64)
 

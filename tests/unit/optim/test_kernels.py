@@ -5,7 +5,7 @@ import pytest
 
 from hpcdist.arrays import jit
 from hpcdist.arrays.dtypes import BFLOAT16
-from hpcdist.optim.update import fused, kernels
+from hpcdist.optim import fused, kernels
 from stubs.gpu import host_kernels
 
 

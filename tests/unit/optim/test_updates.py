@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.optim import base, norms, optimizer, rates
+from hpcdist.optim import base, kernels, norms, optimizer, rates
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.update import kernels
 from stubs.gpu import host_kernels
 
 STEPS = 100

@@ -13,8 +13,8 @@ from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives import nccl
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.training.build import selection
 from stubs.gpu import nccl_double

@@ -17,9 +17,9 @@ from harness.trainings import (
 )
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention import kernels
 from hpcdist.models.counts import counts
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import IGNORED
 from hpcdist.planner.model.stage_split import stages
 from hpcdist.training.build.pipeline import plan_without_mpi

@@ -18,9 +18,9 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.telemetry import report
 from hpcdist.training import inference, script

@@ -6,7 +6,7 @@ import pytest
 from harness.inputs import write_text
 from harness.trainings import check_training, recipe_keys, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.training.inference import generate
 
 STEPS, WINDOW = 8, 7

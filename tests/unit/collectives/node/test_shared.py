@@ -5,8 +5,8 @@ import pytest
 
 from harness.marks import cases, on_threads
 from hpcdist import collectives
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import node_shared_allreduce
 from hpcdist.collectives.node import protocol, shared_memory

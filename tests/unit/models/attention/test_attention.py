@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.errors import UsageError
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention import flash, kernels, tiles
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from stubs.gpu import host_kernels
 

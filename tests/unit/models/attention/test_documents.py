@@ -6,11 +6,11 @@ import pytest
 from harness.marks import cases
 from harness.models.documents import documents_of, random_places, spans
 from hpcdist.errors import DataError
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention import flash, kernels, tiles
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG
 from hpcdist.models.documents import PackedTokens, unpacked
-from hpcdist.models.runtime.arena import Arena
 from stubs.gpu import host_kernels
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.documents import Documents
 from hpcdist.models.experts import router
 from hpcdist.models.experts.mixture import LocalExperts
 from hpcdist.models.experts.router import EXTRA, RouterState
-from hpcdist.models.layers.activation import LocalActivation
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.layers.linear import LocalActivation
 
 torch = pytest.importorskip("torch")
 SAMPLES, CONTEXT, HIDDEN, SCALE = 3, 7, 6, 0.125

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hpcdist.models.layers.activation import LocalActivation
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
+from hpcdist.models.layers.linear import LocalActivation
 
 WIDE = np.longdouble  # of the formulas: more digits than float64 where the processor has them
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from hpcdist.models.arena import Arena
 from hpcdist.models.layers import convolution
 from hpcdist.models.layers.convolution import SIZE, convolve, convolve_backward, output_side
-from hpcdist.models.runtime.arena import Arena
 
 SHAPES = [  # samples, height, width, inputs, outputs, stride
     (2, 5, 4, 3, 4, 1),

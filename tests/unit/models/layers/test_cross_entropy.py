@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import DataError
-from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
+from hpcdist.models.layers.embedding import LocalCrossEntropy
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

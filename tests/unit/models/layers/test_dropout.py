@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from harness.devices import MODELS, ModelRun, batches_of
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG
 from hpcdist.models.layers.dropout import ATTENTION, MAX_SITES, LocalDropout, mask
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 
 SEED = 0x123456789ABCDEF

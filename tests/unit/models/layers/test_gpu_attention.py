@@ -10,11 +10,11 @@ from harness.models.documents import random_places, visibility_mask
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.errors import UsageError
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention import flash
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.documents import PackedTokens, unpacked
 from hpcdist.models.layers.dropout import ATTENTION, mask
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from stubs.gpu import cuda_compiler
 

@@ -15,7 +15,7 @@ from hpcdist.models.attention import flash
 from hpcdist.models.attention import kernels as attention_kernels
 from hpcdist.models.experts import kernels as expert_kernels
 from hpcdist.models.layers import cuda_kernels
-from hpcdist.optim.update import kernels as updates
+from hpcdist.optim import kernels as updates
 
 UPDATES = {"GRADIENT": dtype_of("bfloat16"), "WORKING": dtype_of("bfloat16")}
 SOURCES = {

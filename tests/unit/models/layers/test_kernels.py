@@ -8,15 +8,14 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays import jit
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention import kernels
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.layers import activation, convolution, cross_entropy, dropout, embedding, linear, norm, vector_math
+from hpcdist.models.layers import convolution, dropout, embedding, linear, norm, vector_math
 from hpcdist.models.model import LOCAL
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Operations
 
-MODULES = (activation, kernels, convolution, cross_entropy, dropout, embedding)
-MODULES += (vector_math, linear, norm, vector_math, embedding, kernels)
+MODULES = (kernels, convolution, dropout, embedding, vector_math, linear, norm)
 CONFIGS = {
     "gpt": ModelConfig(layers=1, hidden=8, heads=2, dropout=0.1),
     "options": ModelConfig(

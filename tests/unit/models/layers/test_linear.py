@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import DataError
+from hpcdist.models.arena import Arena
 from hpcdist.models.layers.embedding import LocalEmbedding, LocalPositions
 from hpcdist.models.layers.linear import LocalLinear, column_sums
-from hpcdist.models.runtime.arena import Arena
 
 
 class Into:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from hpcdist.models.arena import Arena
 from hpcdist.models.layers.norm import EPSILON, NORMS, LocalNorm
-from hpcdist.models.runtime.arena import Arena
 
 SHAPES = [(0, 5), (1, 1), (1, 7), (3, 1), (5, 33), (17, 128), (2, 3, 65), (300, 1027)]
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
 from hpcdist.models.layers import embedding
 from hpcdist.models.layers.embedding import THETA, LocalRotary
-from hpcdist.models.runtime.arena import Arena
 
 
 def _bound(x, head_size, rotated):

@@ -7,7 +7,7 @@ import pytest
 
 from hpcdist.models import build
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.split_backward import RecomputedStage, with_recomputation
+from hpcdist.models.split_backward import RecomputedStage, with_recomputation
 from hpcdist.planner.cluster.toml_file import read
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory

@@ -16,8 +16,8 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression.casts import BFloat16
 from hpcdist.compression.powersgd import wire_bytes
-from hpcdist.compression.quantise.uniform import Blockwise
-from hpcdist.compression.sparsify.topk import TopK
+from hpcdist.compression.topk import TopK
+from hpcdist.compression.uniform import Blockwise
 from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.cluster.hardware import Device, LinkLevel

@@ -10,8 +10,8 @@ from harness.models.documents import documents_of, random_places
 from hpcdist.comm.record.spans import SpanSink
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.costs import AttentionShare, kept_elements, scratch_elements, sent_bytes

@@ -14,7 +14,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import NonFiniteError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.strategies.core.mixed_precision import MAXIMUM_OVERFLOWS
 from hpcdist.strategies.core.operations import EXCHANGED
 from hpcdist.training.run.saving import CheckpointSaver

@@ -14,8 +14,8 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig

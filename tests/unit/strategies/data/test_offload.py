@@ -15,10 +15,10 @@ from harness.inputs import random_store
 from harness.marks import cases
 from harness.trainings import SETTINGS, assemble_trainer, assert_rejected
 from hpcdist.arrays import backend, filestore
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.filestore import FileSlice, FileStore
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads

@@ -5,10 +5,10 @@ import pytest
 
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers import linear
-from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.split_backward import release_first_pass, split_operations
+from hpcdist.models.split_backward import split_operations
 from hpcdist.strategies.pipeline.costs import TensorSplit, attention_scores, unit_costs
 
 SAMPLES = 3
@@ -68,7 +68,7 @@ class Walked:
             d = stage.backward(parameters[unit], gradients[unit], d, operations, saved)
             self.backward.insert(0, sum(counted_operations) - begun)
             if split:
-                release_first_pass(saved)
+                saved.narrow()
 
     def taken(self):
         """Return the bytes of all blocks in use."""

@@ -22,7 +22,7 @@ from harness.pipelines import (
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement, folded, looped
 from hpcdist.strategies.schedule import timeline

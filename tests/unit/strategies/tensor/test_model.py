@@ -14,9 +14,9 @@ from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
+from hpcdist.models.split_backward import split_operations, weight_gradients
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.sharded_update import counted, sum_gradients
 from hpcdist.strategies.tensor.model import cut_model
@@ -78,7 +78,7 @@ def step(model, seed, result, *, split=False):
             saved = arena.saved(stage.layer, number)
             d = stage.backward(views, gradients, d, split_operations(operations), saved)
             d = None if d is None else d.copy()
-            release_first_pass(saved)
+            saved.narrow()
         for stage, views, gradients in zip(model.stages[::-1], parameters[::-1], into[::-1], strict=True):
             saved = arena.saved(stage.layer, number)
             weight_gradients(views, gradients, operations, saved)

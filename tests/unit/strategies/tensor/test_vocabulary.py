@@ -8,9 +8,8 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import split
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError
-from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
-from hpcdist.models.layers.embedding import LocalEmbedding
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
+from hpcdist.models.layers.embedding import LocalCrossEntropy, LocalEmbedding
 from hpcdist.strategies.tensor import vocabulary
 from hpcdist.strategies.tensor.axis import Borders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding

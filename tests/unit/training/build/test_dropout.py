@@ -9,7 +9,7 @@ from harness import trainings
 from harness.inputs import write_text
 from harness.trainings import STEPS, assemble_trainer
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.training.data import SampleShares
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -13,7 +13,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import NonFiniteError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.optim.base import BLOCK
 from hpcdist.optim.norms import clip_scale
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
