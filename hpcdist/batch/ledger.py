@@ -1,6 +1,6 @@
-"""Job ledger: the log ``jobs.jsonl`` of the jobs of a run, in its directory. Local.
+"""Ledger of the jobs of a run: the entries of its journal that have a "job". Local.
 
-JSON lines {"time", "event", "job", ...} with these events and further keys:
+Events of a job, and the further keys of their entries:
 
     submitted  scheduler, site, name, log, script, chain
     began      restart, from, saved_ns, recipe, nodes
@@ -11,19 +11,19 @@ JSON lines {"time", "event", "job", ...} with these events and further keys:
 nodes. A killed job writes no `ended`.
 """
 
-import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.comm.record import run_journal
+from hpcdist.comm.record.run_journal import JOURNAL_FILE, JournalEntry
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
-FILE_NAME: Final = "jobs.jsonl"
 REGISTRY: Final = "runs.jsonl"
 SUBMITTED: Final = "submitted"
 BEGAN: Final = "began"
@@ -35,38 +35,13 @@ SAVE: Final = "save"
 
 
 @dataclass(frozen=True)
-class LedgerEntry:
-    """Entry of a run's job ledger: an ``event`` ("submitted", "ended", ...) of the batch job with id ``job``."""
-
-    time: datetime
-    event: str
-    job: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    def text(self, name: str) -> str:
-        """Return this entry's value for the key ``name`` if it is a string, else ""."""
-        value = self.values.get(name)
-        return value if isinstance(value, str) else ""
-
-    def number(self, name: str) -> int | None:
-        """Return this entry's value for the key ``name`` if it is an integer, else None."""
-        value = self.values.get(name)
-        return value if type(value) is int else None
-
-    def texts(self, name: str) -> list[str]:
-        """Return the strings in this entry's list for the key ``name``, or [] if the value is not a list."""
-        value = self.values.get(name)
-        return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-@dataclass(frozen=True)
 class LedgerJob:
-    """A batch job: all its entries in the job ledger, oldest first."""
+    """A batch job: all its entries in the journal, oldest first."""
 
     id: str
-    entries: tuple[LedgerEntry, ...]
+    entries: tuple[JournalEntry, ...]
 
-    def last(self, event: str) -> LedgerEntry | None:
+    def last(self, event: str) -> JournalEntry | None:
         """Return this job's newest entry of type ``event``, or None if there is no such entry."""
         return next((entry for entry in reversed(self.entries) if entry.event == event), None)
 
@@ -93,31 +68,25 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append ``event`` to the job ledger of ``run_dir``, with the values ``**values``. Raises StorageError."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    """Append ``event`` to the journal of ``run_dir``, with the values ``**values``. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _append(run_dir / FILE_NAME, {"time": now, "event": event, **values})
+        run_journal.append(run_dir, event, **values)
     except OSError as error:
         raise StorageError(
-            f"{run_dir / FILE_NAME}, the record of the run's jobs, cannot be written: {error.strerror}; free "
+            f"{run_dir / JOURNAL_FILE}, the journal of the run, cannot be written: {error.strerror}; free "
             "space on its file system, or choose another --out"
         ) from error
 
 
-def read(run_dir: Path) -> list[LedgerEntry]:
-    """Return all entries of the job ledger in ``run_dir``, or [] if there is no ledger. Raises StorageError."""
-    try:
-        return [entry for value in regular.json_objects(run_dir / FILE_NAME) if (entry := _entry(value)) is not None]
-    except OSError as error:
-        failure = StorageError(f"{run_dir / FILE_NAME} cannot be read: {error.strerror or error}")
-        failure.errno = error.errno
-        raise failure from error
+def read(run_dir: Path) -> list[JournalEntry]:
+    """Return the entries of jobs in the journal of ``run_dir``, oldest first. Raises StorageError."""
+    return [entry for entry in run_journal.read(run_dir) if entry.job]
 
 
-def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
+def jobs(entries: Sequence[JournalEntry]) -> dict[str, LedgerJob]:
     """Return {job id: `LedgerJob`} for the jobs in ``entries``, in the order of their first entries."""
-    entries_of: dict[str, list[LedgerEntry]] = {}
+    entries_of: dict[str, list[JournalEntry]] = {}
     for entry in entries:
         entries_of.setdefault(entry.job, []).append(entry)
     return {job: LedgerJob(job, tuple(job_entries)) for job, job_entries in entries_of.items()}
@@ -148,7 +117,7 @@ def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
         if any(value.get("run_dir") == place for value in regular.json_objects(path)):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run_dir": place})
+        run_journal.append_line(path, {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run_dir": place})
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         print(
             f"hpcdist: warning: {path} cannot be written ({error}), so `hpcdist jobs` lists {place} only if you name "
@@ -176,28 +145,3 @@ def _is_directory(place: str) -> bool:
         return os.path.isdir(place)
     except ValueError:  # the path contains a zero byte
         return False
-
-
-def _append(path: Path, values: Mapping[str, Any]) -> None:
-    line = json.dumps(values, separators=(", ", ": ")) + "\n"
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        end = os.fstat(fd).st_size
-        if end and os.pread(fd, 1, end - 1) != b"\n":  # a crash tore the last line: start a new one
-            line = "\n" + line
-        # A single write, so that lines of concurrent processes do not mix.
-        if os.write(fd, line.encode()) != len(line.encode()):
-            raise OSError(0, "the line was written only partially: is the disk full?")
-    finally:
-        os.close(fd)
-
-
-def _entry(value: dict[str, Any]) -> LedgerEntry | None:
-    fields = {name: value.pop(name, None) for name in ("time", "event", "job")}
-    if not all(isinstance(value_of_key, str) and value_of_key for value_of_key in fields.values()):
-        return None
-    try:
-        time = datetime.fromisoformat(fields["time"])
-    except ValueError:
-        return None
-    return LedgerEntry(time if time.tzinfo else time.replace(tzinfo=UTC), fields["event"], fields["job"], value)

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from hpcdist.batch import ledger
 from hpcdist.comm.launch.restarts import FRUITLESS
+from hpcdist.comm.record.run_journal import JournalEntry
 from hpcdist.errors import INTERRUPTED, MISSING_CAPABILITY, OK, REQUEUE, USAGE
 
 STOP_FILE: Final = "stop"
@@ -40,7 +41,7 @@ class RequeueVerdict(NamedTuple):
 
 
 def decide(
-    entries: list[ledger.LedgerEntry],
+    entries: list[JournalEntry],
     job: str,
     restart: int,
     code: int,
@@ -80,16 +81,14 @@ def decide(
     return RequeueVerdict(ledger.AGAIN, f"{cause} (exit code {code} of the training); {going_on}", lost)
 
 
-def fruitless_starts(
-    entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
-) -> list[ledger.LedgerEntry]:
+def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, digest: str) -> list[JournalEntry]:
     """Return the log entries of the latest consecutive job starts that made no new checkpoint.
 
     Such starts all resumed from ``saved``, the newest checkpoint. ``entries``: event log of the run. ``digest``: hash
     of the run's configuration.
     """
     # A start with another recipe ends the list. Starts of cancelled jobs do not count.
-    starts: list[ledger.LedgerEntry] = []
+    starts: list[JournalEntry] = []
     entries = list(entries)
     cancelled = {entry.job for entry in entries if entry.event == ledger.CANCELLED}
     for entry in entries:
@@ -125,7 +124,7 @@ def _crash_before(ledger_job: ledger.LedgerJob | None, restart: int) -> str:
     return "was killed" if any(entry.event == ledger.BEGAN for entry in before) else ""
 
 
-def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
+def _starts_in_vain(entries: list[JournalEntry], job: str, saved: NewestCheckpoint) -> int:
     ledger_job = ledger.jobs(entries).get(job)
     began = None if ledger_job is None else ledger_job.last(ledger.BEGAN)
     if began is None:

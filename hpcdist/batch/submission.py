@@ -1,4 +1,4 @@
-"""Render the script of a job, write it to the run directory, submit it, and record it in the ledger.
+"""Render the script of a job, write it to the run directory, submit it, and record it in the journal of the run.
 
 Templates run in a Jinja sandbox, because site profiles may replace blocks.
 """
@@ -22,6 +22,7 @@ from hpcdist.batch import ledger
 from hpcdist.batch.job import BatchJob, walltime_s
 from hpcdist.batch.schedulers.base import FINAL_STATES, SchedulerState
 from hpcdist.batch.sites.profile import SiteProfile
+from hpcdist.comm.record.run_journal import JOURNAL_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
 from hpcdist.reporting import template as template_files
@@ -229,14 +230,14 @@ def exclusive(run_dir: Path) -> Iterator[None]:
     """Lock ``run_dir`` in a ``with`` block, so that no other process submits a job for it. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(run_dir / ledger.FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        fd = os.open(run_dir / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise StorageError(
-            f"{run_dir / ledger.FILE_NAME} cannot be written: {error.strerror}; choose another --out"
+            f"{run_dir / JOURNAL_FILE} cannot be written: {error.strerror}; choose another --out"
         ) from error
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)  # on the ledger itself: no lock file remains
+            fcntl.flock(fd, fcntl.LOCK_EX)  # on the journal itself: no lock file remains
         yield
     finally:
         os.close(fd)

@@ -15,6 +15,8 @@ from hpcdist.batch.requeue import STOP_FILE, NewestCheckpoint
 from hpcdist.batch.schedulers.slurm import allocation
 from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.cli.jobs import lookup
+from hpcdist.comm.record import run_journal
+from hpcdist.comm.record.run_journal import JournalEntry
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
 from hpcdist.reporting import atomic, regular
 
@@ -90,26 +92,26 @@ def begin(
     click.echo(GO)
 
 
-def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
+def _entries(run_dir: Path) -> list[JournalEntry]:
     try:
         return ledger.read(run_dir)
     except StorageError as error:
         if not regular.is_damage(error):
             lookup.say(f"{error}; the file stays as it is, and the outcome of earlier jobs is unknown")
             return []
-        aside = atomic.set_aside(run_dir / ledger.FILE_NAME)
+        aside = atomic.set_aside(run_dir / run_journal.JOURNAL_FILE)
         if aside is None:
             raise
         lookup.say(f"{error}; it was renamed to {aside.name}, and the outcome of earlier jobs is unknown")
         return []
 
 
-def _since_success(entries: list[ledger.LedgerEntry]) -> list[ledger.LedgerEntry]:
+def _since_success(entries: list[JournalEntry]) -> list[JournalEntry]:
     well = [index for index, entry in enumerate(entries) if entry.event == ledger.ENDED and entry.number("code") == OK]
     return entries[well[-1] + 1 :] if well else entries
 
 
-def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: NewestCheckpoint) -> str:
+def _refusal(run_dir: Path, vain: list[JournalEntry], saved: NewestCheckpoint) -> str:
     starts = ", ".join(dict.fromkeys(entry.job for entry in vain[-5:]))
     return (
         f"the last {len(vain)} starts of {run_dir} (job {starts}) began at {saved.name or 'step 0'} and made no new "
@@ -118,14 +120,12 @@ def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: NewestCheckpo
     )
 
 
-def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
-    from hpcdist.training.run import start_record
-
+def _has_ended_well(run_dir: Path, entries: list[JournalEntry]) -> bool:
     run_entries = [entry for entry in entries if entry.event in (ledger.BEGAN, ledger.ENDED)]
     if run_entries:
         return run_entries[-1].event == ledger.ENDED and run_entries[-1].number("code") == OK
-    starts = start_record.known_starts(run_dir)  # trained without jobs
-    return bool(starts) and starts[-1].end == start_record.FINISHED
+    starts = run_journal.known_starts(run_dir)  # trained without jobs
+    return bool(starts) and starts[-1].end == run_journal.FINISHED
 
 
 def _forget_stop(run_dir: Path, job: str) -> None:
@@ -158,7 +158,7 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     `cancelled` is printed if `hpcdist jobs cancel` stopped the training. `stop` is printed in all other cases.
     """
     saved = newest_checkpoint(run_dir)
-    entries: list[ledger.LedgerEntry] = []
+    entries: list[JournalEntry] = []
     try:
         entries = ledger.read(run_dir)
     except StorageError as error:

@@ -1,6 +1,6 @@
 """Find jobs by the words of a command line (job number or run directory), and print their texts safely.
 
-A run directory selects its jobs by its ledger; a job number may also be known to the scheduler only.
+A run directory selects its jobs by its journal; a job number may also be known to the scheduler only.
 """
 
 import os
@@ -15,6 +15,7 @@ import click
 from hpcdist.batch import ledger
 from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.batch.schedulers import dispatch
+from hpcdist.comm.record.run_journal import JOURNAL_FILE, JournalEntry
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
 
@@ -51,7 +52,7 @@ class LocatedJob:
 
 
 def all_jobs() -> list[LocatedJob]:
-    """Return the jobs of this user's registered runs. A run with an unreadable ledger is skipped, with a warning."""
+    """Return the jobs of this user's registered runs. A run with an unreadable journal is skipped, with a warning."""
     return [job for run_dir in ledger.registered_runs() for job in _of_run(run_dir)]
 
 
@@ -101,7 +102,7 @@ def _by_directory(word: str) -> list[LocatedJob]:
     jobs = _jobs(run_dir, ledger.read(run_dir))
     if not jobs:
         raise ConfigurationError(
-            f"{printable(word)} contains no {ledger.FILE_NAME}: no job was submitted for it; "
+            f"{printable(word)} contains no {JOURNAL_FILE} with jobs: no job was submitted for it; "
             "give the --out directory of a submission"
         )
     return jobs
@@ -115,7 +116,7 @@ def _of_run(run_dir: Path) -> list[LocatedJob]:
         return []
 
 
-def _jobs(run_dir: Path, entries: list[ledger.LedgerEntry]) -> list[LocatedJob]:
+def _jobs(run_dir: Path, entries: list[JournalEntry]) -> list[LocatedJob]:
     jobs = ledger.jobs(entries)
     return [LocatedJob(job, run_dir, entered, tuple(ledger.later_links(jobs, job))) for job, entered in jobs.items()]
 

@@ -1,7 +1,7 @@
 """`hpcdist jobs report`: steps, time, restarts, energy and lost work of jobs.
 
-A start of a job is a `began` entry in the job ledger. During a start, the training may start several times;
-``starts.json`` records these.
+A start of a job is a `began` entry in the journal of the run. During a start of a job, the training may start several
+times; each start of the training is a `start` entry.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 
@@ -24,11 +24,10 @@ from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
 from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, LocatedJob, duration, printable
 from hpcdist.cli.jobs.status import by_ledger
+from hpcdist.comm.record import run_journal
+from hpcdist.comm.record.run_journal import HEARTBEAT_S, JournalEntry, StartEntry
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, ConfigurationError
 from hpcdist.reporting.units import counted
-
-if TYPE_CHECKING:  # late at run time: --help must not load it
-    from hpcdist.training.run.start_record import StartEntry
 
 CLOCK_SLACK: Final = timedelta(seconds=1)  # tolerated clock difference of two processes
 _LATEST_S: Final = 1 << 33  # largest plausible time, in seconds since 1970
@@ -58,12 +57,12 @@ class StartWindow(NamedTuple):
     first: datetime
     last: datetime
 
-    def has(self, training: "StartEntry") -> bool:
+    def has(self, training: StartEntry) -> bool:
         """Return True if ``training``, an execution of the training program, began in this time interval."""
         return self.first - CLOCK_SLACK <= _utc(training.began) < self.last
 
 
-def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
+def start_windows(entries: Sequence[JournalEntry]) -> list[StartWindow]:
     """Return a `StartWindow` for each job start in ``entries``, the records of a run's batch jobs."""
     started = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
@@ -71,10 +70,10 @@ def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
 
 
 def _job_start(
-    entries: Sequence[ledger.LedgerEntry],
+    entries: Sequence[JournalEntry],
     window: StartWindow,
     live: dict[str, JobState],
-    trainings: Sequence["StartEntry"],
+    trainings: Sequence[StartEntry],
 ) -> JobStart:
     entry, state = entries[window.place], live.get(window.job)
     later = [other for other in entries[window.place + 1 :] if other.job == window.job]
@@ -97,7 +96,7 @@ def _job_start(
     )
 
 
-def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[datetime]:
+def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]:
     """Return the sorted times at which checkpoints of the run were written. Local.
 
     The times come from the checkpoints in ``run_dir`` and from ``entries``, the records of the run's batch jobs.
@@ -108,7 +107,7 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
     return sorted(_utc(ns / 1e9) for ns in {*mentioned, *checkpoints(run_dir).values()})
 
 
-def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
+def lost_s(trainings: Sequence[StartEntry], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
     """Return the seconds from last checkpoint to last heartbeat, summed over the failed ``trainings``.
 
     ``trainings``: executions of the training program. Only executions that began in a time interval of ``within``
@@ -124,7 +123,7 @@ def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], sav
     return seconds
 
 
-def is_running(entries: Sequence[ledger.LedgerEntry]) -> bool:
+def is_running(entries: Sequence[JournalEntry]) -> bool:
     """Return True if the newest start in ``entries``, the run's job records, has no `ended` record."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN
@@ -248,21 +247,17 @@ def _energy(
     return {"energy_j": energy.known, "energy_reason": reason or None}
 
 
-def _trainings(run_dir: Path) -> "list[StartEntry]":
-    from hpcdist.training.run import start_record
-
-    starts = start_record.known_starts(run_dir)  # a user may have edited the times
+def _trainings(run_dir: Path) -> list[StartEntry]:
+    starts = run_journal.known_starts(run_dir)  # a user may have edited the times
     return [start for start in starts if 0 <= start.began < _LATEST_S and 0 <= start.seen < _LATEST_S]
 
 
 def _lost(
     run_dir: Path | None,
-    entries: Sequence[ledger.LedgerEntry],
+    entries: Sequence[JournalEntry],
     windows: Sequence[StartWindow],
-    trainings: "Sequence[StartEntry]",
+    trainings: Sequence[StartEntry],
 ) -> dict[str, Any]:
-    from hpcdist.training.run.start_record import HEARTBEAT_S
-
     if run_dir is None or not windows:
         return {"lost_s": None, "lost_reason": "no ledger has starts of these jobs"}
     if not trainings:

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpcdist.checkpoint.directory import VAL_LOSS
 from hpcdist.collectives.algorithms.fixed_tree import shards_of
+from hpcdist.comm.record.run_journal import StartRecord
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError, StorageError
@@ -33,7 +34,6 @@ from hpcdist.training.observe.instrumentation import ConsoleProgress, Instrument
 from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.run import saving
 from hpcdist.training.run.saving import build_saver
-from hpcdist.training.run.start_record import StartRecord
 from hpcdist.training.run.stop_requests import (
     STOP_FILE,
     Ballot,

@@ -17,10 +17,10 @@ import numpy as np
 from hpcdist import errors
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.comm.launch.exit_file import STOP_CODES, ImmediateExit
+from hpcdist.comm.record.run_journal import FINISHED, STOPPED, StartRecord
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting import regular
 from hpcdist.strategies.core.daly_interval import daly
-from hpcdist.training.run.start_record import FINISHED, STOPPED, StartRecord
 
 ASSUMED_SAVE_S: Final = 1.0
 ASSUMED_BYTES_PER_S: Final = 100e6

@@ -8,11 +8,11 @@ import pytest
 from harness.jobs import call_command
 from hpcdist.batch import ledger
 from hpcdist.cli.jobs import begin
+from hpcdist.comm.record.run_journal import FINISHED, StartRecord
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, STORAGE, USAGE
 from hpcdist.training import run_directory
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run import stop_requests
-from hpcdist.training.run.start_record import FINISHED, StartRecord
 
 STEPS = 20
 
@@ -202,9 +202,10 @@ def test_start_killed_in_its_last_evaluation_is_repeated(run, jobs):
 
 def test_run_finished_without_jobs_is_done(run, jobs):
     save(run, STEPS)
-    starts = StartRecord(run)
+    StartRecord(run)
     assert printed_word(jobs, "begin", run, "--job=1") == "go"
-    (run / "jobs.jsonl").unlink()
+    (run / "journal.jsonl").unlink()
+    starts = StartRecord(run)
     starts.ended(FINISHED)
     assert printed_word(jobs, "begin", run, "--job=1") == "done"
 
@@ -308,11 +309,11 @@ def test_stop_file_of_another_job_is_removed(run, jobs, text, stays):
 
 def test_decision_is_made_without_a_ledger(run, jobs):
     save(run, 4)
-    (run / "jobs.jsonl").mkdir()
+    (run / "journal.jsonl").mkdir()
     code, out, err = jobs("end", run, "--job=1", "--code=75")
     assert (code, out) == (OK, "again\n") and "warning" in err
     code, out, err = jobs("begin", run, "--job=1")
-    assert (code, out) == (OK, "go\n") and "jobs.jsonl.damaged-1" in err and (run / "jobs.jsonl").is_file()
+    assert (code, out) == (OK, "go\n") and "journal.jsonl.damaged-1" in err and (run / "journal.jsonl").is_file()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_decision_is_made_without_a_ledger(run, jobs):
 )
 def test_invalid_calls_are_rejected(run, jobs, arguments):
     assert jobs(*[argument.format(run=run) for argument in arguments])[0] == USAGE
-    assert not (run / "jobs.jsonl").exists()
+    assert not (run / "journal.jsonl").exists()
 
 
 def test_unreadable_recipe_is_rejected(run, jobs):
@@ -336,6 +337,6 @@ def test_job_files_may_exist_before_the_training(run):
     ledger.record(run, "submitted", job="1", chain=["1"])
     (run / "stop").touch()
     assert run_directory._has_only_start_files(run)
-    assert json.loads((run / "jobs.jsonl").read_text())["chain"] == ["1"]
+    assert json.loads((run / "journal.jsonl").read_text())["chain"] == ["1"]
     (run / "stopwords.txt").touch()
     assert not run_directory._has_only_start_files(run)

@@ -444,7 +444,7 @@ def test_partially_submitted_chain_prints_accepted_job_ids(sbatch):
 
 
 def test_ledger_error_after_submission_names_the_job(sbatch):
-    (sbatch / "bin" / "sbatch").write_text(SBATCH + "rm -rf run/jobs.jsonl; mkdir run/jobs.jsonl\n")
+    (sbatch / "bin" / "sbatch").write_text(SBATCH + "rm -rf run/journal.jsonl; mkdir run/journal.jsonl\n")
     done = submit("--nodes=1", "--out=run", folder=sbatch)
     assert done.returncode == 74 and "job 4711" in done.stderr, done.stderr
 

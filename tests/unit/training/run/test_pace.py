@@ -7,10 +7,10 @@ import pytest
 
 from harness.trainings import assert_rejected
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
+from hpcdist.comm.record.run_journal import StartRecord
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.daly_interval import daly
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.start_record import StartRecord
 from hpcdist.training.run.stop_requests import (
     ASSUMED_BYTES_PER_S,
     ASSUMED_SAVE_S,

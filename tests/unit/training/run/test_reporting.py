@@ -13,7 +13,8 @@ from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.cli.jobs import begin
-from hpcdist.comm.record import flight_recorder, spans
+from hpcdist.comm.record import flight_recorder, run_journal, spans
+from hpcdist.comm.record.run_journal import JOURNAL_FILE, StartRecord
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 from hpcdist.hdf5 import files
@@ -23,8 +24,6 @@ from hpcdist.telemetry.sinks.stream import AppendOnlyFile
 from hpcdist.training.observe.energy import USAGE_FILE, EnergyRecorder
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run import start_record
-from hpcdist.training.run.start_record import STARTS_FILE, StartRecord
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +91,6 @@ def edit_metrics(run):
 # Writer -> names next to its file, through which it once wrote.
 WRITERS = {
     lambda run: checkpoints.replace(run / "latest", "step-1\n"): ("latest.tmp", "latest"),
-    lambda run: StartRecord(run).alive(certainly=True): ("starts.tmp", "starts.json"),
     record_usage: ("usage.tmp", "usage.json"),
     edit_metrics: ("metrics.h5.new", "metrics.h5.journal"),
     lambda run: checkpoints.commit(run, 1, "{}", 1): ("step-1.tmp/manifest.json", "latest.tmp"),
@@ -133,7 +131,7 @@ READERS = {
     "cluster.toml": lambda path: toml_file.read(str(path)),
     "sweep.toml": definition.read,
     "forecast.csv": carbon.read_forecast,
-    STARTS_FILE: start_record.read_starts,
+    JOURNAL_FILE: lambda path: run_journal.read(path.parent),
     USAGE_FILE: lambda path: record_usage(path.parent),
     LOCK_FILE: lock,
     "rank-00000.rec": flight_recorder.read,
@@ -161,7 +159,7 @@ def test_temporarily_unreadable_record_is_kept(code, tmp_path, monkeypatch, capf
     EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(before) == {STARTS_FILE, USAGE_FILE, ledger.FILE_NAME}
+    assert set(before) == {USAGE_FILE, JOURNAL_FILE}
 
     def fail(path, most_bytes=0):
         raise OSError(code, os.strerror(code), os.fspath(path))
@@ -171,7 +169,9 @@ def test_temporarily_unreadable_record_is_kept(code, tmp_path, monkeypatch, capf
         StartRecord(tmp_path).ended("stopped")
         EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
         assert begin._entries(tmp_path) == []
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(after) == set(before) and after[USAGE_FILE] == before[USAGE_FILE]
+    assert after[JOURNAL_FILE].startswith(before[JOURNAL_FILE])
     output = capfd.readouterr().err.splitlines()
     assert len(output) == 3 and all(os.strerror(code) in line and "stays as it is" in line for line in output)
 
