@@ -21,7 +21,7 @@ from hpcdist.batch import job as batch_job
 from hpcdist.batch import ledger
 from hpcdist.batch.job import BatchJob, walltime_s
 from hpcdist.batch.schedulers.base import FINAL_STATES, SchedulerState
-from hpcdist.batch.sites.profile import SiteProfile
+from hpcdist.batch.site_profile import SiteProfile
 from hpcdist.comm.record.run_journal import JOURNAL_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
@@ -193,9 +193,9 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
     """
     # Each job is recorded in its run directory before the next job is submitted.
     if site.scheduler.kind == "slurm":
-        from hpcdist.batch.schedulers.slurm import submit
+        from hpcdist.batch.schedulers import slurm
 
-        submit.check_folder(folder)
+        slurm.check_folder(folder)
     submitted: list[SubmittedJob] = []
     ledger.register_run(links[0][0].run_dir)
     for job, text in links:
@@ -261,11 +261,10 @@ def script_path(job: BatchJob, site: SiteProfile) -> Path:
 
 
 def _submit_one(job: BatchJob, text: str, site: SiteProfile, folder: Path, after: str | None) -> tuple[str, Path]:
-    from hpcdist.batch.schedulers import local, pbs
-    from hpcdist.batch.schedulers.slurm import submit
+    from hpcdist.batch.schedulers import local, pbs, slurm
 
     if site.scheduler.kind == "none":
         log = folder / f"hpcdist-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.out"  # the number is not yet known
         return local.submit(text, log, job.begin), log
-    number = submit.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
+    number = slurm.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
     return number, job.log(folder, number)

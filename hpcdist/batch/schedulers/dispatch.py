@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hpcdist.batch.schedulers import local
+from hpcdist.batch.schedulers import local, slurm
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.errors import MissingCapabilityError
 
 SLURM: Final = "slurm"
@@ -56,7 +55,7 @@ def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"
     try:
-        return queue.accounted(slurm_jobs), ""
+        return slurm.accounted(slurm_jobs), ""
     except MissingCapabilityError as error:
         return [], str(error)
 
@@ -65,7 +64,7 @@ def cancel(jobs: Sequence[str]) -> None:
     """Cancel ``jobs`` immediately. Raises MissingCapabilityError if their scheduler refuses or is missing."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if slurm_jobs:
-        queue.cancel(slurm_jobs)
+        slurm.cancel(slurm_jobs)
     for job in jobs:
         if scheduler_of(job) == PBS:
             from hpcdist.batch.schedulers import pbs
@@ -77,7 +76,7 @@ def cancel(jobs: Sequence[str]) -> None:
 
 def _slurm(jobs: list[str]) -> dict[str, list[JobState]]:
     try:
-        queued = queue.queued(jobs)
+        queued = slurm.queued(jobs)
     except MissingCapabilityError as error:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
     states_of = {job: _states_of_job(job, queued) for job in jobs}
@@ -89,7 +88,7 @@ def _slurm(jobs: list[str]) -> dict[str, list[JobState]]:
             states_of[job] = _states_of_job(job, latest) or [
                 JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("squeue", why))
             ]
-    named = queue.job_names(jobs)
+    named = slurm.job_names(jobs)
     return {job: [replace(state, name=named.get(state.id, "")) for state in parts] for job, parts in states_of.items()}
 
 

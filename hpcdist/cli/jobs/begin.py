@@ -12,7 +12,7 @@ import click
 from hpcdist.batch import ledger, requeue
 from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.batch.requeue import STOP_FILE, NewestCheckpoint
-from hpcdist.batch.schedulers.slurm import allocation
+from hpcdist.batch.schedulers import slurm_allocation
 from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.cli.jobs import lookup
 from hpcdist.comm.record import run_journal
@@ -164,7 +164,7 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     except StorageError as error:
         lookup.say(f"warning: {error}")
     verdict = requeue.decide(
-        entries, job, restart, code, saved, preempted=preempted, lost_nodes=lambda: allocation.lost_nodes()[0]
+        entries, job, restart, code, saved, preempted=preempted, lost_nodes=lambda: slurm_allocation.lost_nodes()[0]
     )
     try:
         _end(run_dir, job, restart, code, saved, verdict.word, verdict.lost)

@@ -10,8 +10,7 @@ from typing import BinaryIO, Final
 
 import click
 
-from hpcdist.batch.schedulers import dispatch
-from hpcdist.batch.schedulers.slurm import queue
+from hpcdist.batch.schedulers import dispatch, slurm
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, LocatedJob, printable
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
@@ -62,7 +61,7 @@ def log_path(job: LocatedJob) -> Path:
     if lookup.TASK_PATTERN in os.path.basename(text):
         raise UsageError(f"job {job.id} is an array with one log per task; name one task, e.g. {job.id}_0")
     if not text and dispatch.scheduler_of(job.id) == dispatch.SLURM:
-        text = queue.log_of(job.id)
+        text = slurm.log_of(job.id)
     text = text or dispatch.states([job.id])[job.id].log
     if not text:
         raise ConfigurationError(

@@ -16,9 +16,8 @@ from typing import Any, Final, NamedTuple
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers import dispatch, slurm_energy
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import energy as slurm_energy
 from hpcdist.cli.common import json_option
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint

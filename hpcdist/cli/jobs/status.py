@@ -12,9 +12,8 @@ import click
 
 from hpcdist.batch import ledger
 from hpcdist.batch.requeue import NewestCheckpoint
-from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers import dispatch, slurm
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli.common import json_option
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
@@ -78,7 +77,7 @@ def _own_jobs(ended: bool) -> list[LocatedJob]:
     entered = lookup.all_jobs()
     jobs = [job for job in entered if ended or job.entered is None or not job.entered.is_ended]
     job_ids = {job.id for job in entered}
-    for part, name in queue.job_names().items():
+    for part, name in slurm.job_names().items():
         job = part.partition("_")[0].partition("+")[0]
         if name.startswith(JOB_NAME_PREFIX) and job not in job_ids:
             job_ids.add(job)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.batch.sites import search
+from hpcdist.batch import site_search
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import nearest, synonym
@@ -30,10 +30,10 @@ class Settings:
 
 def site(environment: Mapping[str, str], keys: Keys) -> Settings | None:
     """Return the settings of the site profile named by HPCDIST_SITE, or None if unset. ``keys``: all recipe keys."""
-    named = environment.get(search.VARIABLE)
+    named = environment.get(site_search.VARIABLE)
     if not named:
         return None
-    tree, path = search.recipe_of(named, environment)
+    tree, path = site_search.recipe_of(named, environment)
     return table(tree, f"site profile {path}", keys, path.parent)
 
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.batch import carbon, ledger
-from hpcdist.batch.schedulers import dispatch
-from hpcdist.batch.schedulers.slurm import energy as slurm_energy
+from hpcdist.batch.schedulers import dispatch, slurm_energy
 from hpcdist.comm.record import run_journal
 from hpcdist.energy.accounts import energy_metrics, phase_shares
 from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, StartHistory

@@ -14,7 +14,7 @@ from harness.job_scripts import put_stubs_on_path
 from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.batch import job, ledger
-from hpcdist.batch.schedulers.slurm import submit as slurm_submit
+from hpcdist.batch.schedulers import slurm as slurm_submit
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.planner.cluster import toml_file

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from hpcdist.batch import carbon, ledger
-from hpcdist.batch.sites import search
+from hpcdist.batch import carbon, ledger, site_search
 from hpcdist.bench.sweep import definition
 from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint.format import manifest
@@ -127,7 +126,7 @@ def lock(path):
 
 READERS = {
     "recipe.toml": recipes.load_stored,
-    "site.toml": lambda path: search.load(str(path)),
+    "site.toml": lambda path: site_search.load(str(path)),
     "cluster.toml": lambda path: toml_file.read(str(path)),
     "sweep.toml": definition.read,
     "forecast.csv": carbon.read_forecast,
@@ -207,7 +206,7 @@ def test_deeply_nested_brackets_are_rejected(tmp_path):
         with pytest.raises(ConfigurationError, match="nested too deeply"):
             recipes.load_stored(deep)
         with pytest.raises(ConfigurationError, match="nested too deeply"):
-            search.load(str(deep))
+            site_search.load(str(deep))
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):
         regular.json_value(tmp_path / "deep.json")

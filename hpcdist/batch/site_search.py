@@ -14,7 +14,7 @@ import msgspec
 
 from hpcdist.batch import job
 from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
-from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
+from hpcdist.batch.site_profile import SiteLimits, SiteProfile
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import regular

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from harness import jobs
 from harness.inputs import make_wheel
 from harness.marks import cases
-from hpcdist.batch.packaging import wheelhouse
+from hpcdist.batch import wheelhouse
 from hpcdist.cli.site import wheelhouse as site_wheelhouse
 from hpcdist.errors import MissingCapabilityError, UsageError
 
