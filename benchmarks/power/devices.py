@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.batch.requeue import node_count
+from hpcdist.batch.ledger import node_count
 from hpcdist.energy.power_limits import apply
 from hpcdist.energy.power_limits import devices as limits
 from hpcdist.energy.power_limits.devices import CpuPowerLimit, DeviceLimit

@@ -1,6 +1,6 @@
 """`hpcdist jobs begin` and `end`: decide for a job script whether to train, and whether to requeue the job.
 
-Both run on the first node of a job, without MPI. `hpcdist.batch.requeue` contains the rules.
+Both run on the first node of a job, without MPI. `hpcdist.batch.ledger` contains the rules.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from typing import Final
 
 import click
 
-from hpcdist.batch import ledger, requeue
+from hpcdist.batch import ledger
 from hpcdist.batch.job import RECIPE_FILE
-from hpcdist.batch.requeue import STOP_FILE, NewestCheckpoint
+from hpcdist.batch.ledger import STOP_FILE, NewestCheckpoint
 from hpcdist.batch.schedulers import slurm_allocation
 from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.cli.jobs import lookup
@@ -80,13 +80,13 @@ def begin(
         lookup.say(f"the run in {run_dir} has all its {recipe.run.steps} steps")
         click.echo(DONE)
         return
-    vain = requeue.fruitless_starts(entries, saved, digest)
+    vain = ledger.fruitless_starts(entries, saved, digest)
     if 0 < most_fruitless <= len(vain):
         _end(run_dir, job, restart, CONFIGURATION, saved, ledger.STOP)
         raise ConfigurationError(_refusal(run_dir, vain, saved))
     _forget_stop(run_dir, job)
     # Written before the training: if this start is killed, the next start finds an entry without an end.
-    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": requeue.node_count()}
+    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": ledger.node_count()}
     ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
     ledger.register_run(run_dir)
     click.echo(GO)
@@ -163,7 +163,7 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
         entries = ledger.read(run_dir)
     except StorageError as error:
         lookup.say(f"warning: {error}")
-    verdict = requeue.decide(
+    verdict = ledger.decide(
         entries, job, restart, code, saved, preempted=preempted, lost_nodes=lambda: slurm_allocation.lost_nodes()[0]
     )
     try:

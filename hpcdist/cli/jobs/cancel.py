@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.requeue import STOP_FILE
+from hpcdist.batch.ledger import STOP_FILE
 from hpcdist.batch.schedulers import dispatch, slurm
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.cli.jobs import lookup

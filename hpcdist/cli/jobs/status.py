@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.requeue import NewestCheckpoint
+from hpcdist.batch.ledger import NewestCheckpoint
 from hpcdist.batch.schedulers import dispatch, slurm
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.cli.common import json_option
