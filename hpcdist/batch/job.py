@@ -43,7 +43,7 @@ def folder(name: str) -> Path:
 
 
 SURVIVE: Final = ("none", *SURVIVE_MODES)
-RECIPE_FILE: Final = "recipe.toml"  # in a run directory; repeated here because `hpcdist.training` is slow to import
+RECIPE_FILE: Final = "recipe.toml"  # in a run directory
 SWEEP: Final = "sweep"
 SUITES: Final = ("collectives", SWEEP)  # benchmarks of `hpcdist submit --bench`
 RESOURCES: Final = ("qos", "constraint", "mem")  # fields that are also sbatch options

@@ -151,7 +151,7 @@ def _is_directory(place: str) -> bool:
         return False
 
 
-STOP_FILE: Final = "stop"
+STOP_FILE: Final = "stop"  # in a run directory
 # After these exit codes another start would end alike, or is unwanted, whatever happened to the nodes. CONFIGURATION is
 # not included: if a node crashes during MPI startup, a rank may see a world of 1 and refuse its configuration.
 _FINAL_CODES: Final = (OK, USAGE, MISSING_CAPABILITY, INTERRUPTED)

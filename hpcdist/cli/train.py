@@ -100,9 +100,9 @@ def grow(run_dir: Path, ranks: int) -> None:
 
 def check_can_grow(run_dir: Path) -> None:
     """Raise ConfigurationError unless a running training in ``run_dir`` allows new ranks. Raises StorageError."""
+    from hpcdist.batch.job import RECIPE_FILE
     from hpcdist.checkpoint.lock import LOCK_FILE
     from hpcdist.comm.record import run_journal
-    from hpcdist.training.run_directory import RECIPE_FILE
 
     if not (run_dir / RECIPE_FILE).exists():
         raise ConfigurationError(f"{run_dir} contains no run of hpcdist; give the training's --out directory")

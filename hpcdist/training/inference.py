@@ -21,6 +21,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
+from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS
@@ -37,7 +38,7 @@ from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.exchange import pieces_of
-from hpcdist.training import data, run_directory
+from hpcdist.training import data
 from hpcdist.training.build.state_source import scalars_of
 from hpcdist.training.data.source import usable_inputs
 from hpcdist.training.recipe import recipe as recipes
@@ -235,7 +236,7 @@ class InspectionSession:
     """Context manager for evaluating the model of run directory ``path``. ``alone``: True to use one process only."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
-        self.path, self.recipe = path, on_available_device(recipes.load_stored(path / run_directory.RECIPE_FILE))
+        self.path, self.recipe = path, on_available_device(recipes.load_stored(path / RECIPE_FILE))
         communication = self.recipe.communication
         self.session: Session = (
             start_alone()

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from hpcdist.batch.job import RECIPE_FILE
+from hpcdist.batch.ledger import STOP_FILE
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
@@ -16,9 +18,6 @@ from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run.stop_requests import STOP_FILE
-
-RECIPE_FILE = "recipe.toml"
 
 # Job scripts and their recipes, including partly written files (of `batch.submission`).
 _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{8}\.toml)(?:\..+)?", re.ASCII)

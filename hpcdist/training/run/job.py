@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpcdist.arrays import jit
+from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import exit_file, garbage, standard_streams
@@ -200,7 +201,7 @@ class TrainingJob:
             return f"{stopped} the same script, resume='auto' and out={str(self.run.path)!r}"
         words = shlex.split(typed) if typed else ["hpcdist", *sys.argv[1:]]
         if "train" not in words:
-            recipe = self.run.path / run_directory.RECIPE_FILE
+            recipe = self.run.path / RECIPE_FILE
             return f"{stopped} hpcdist train {recipe} --out {self.run.path} --resume auto"
         alone = typed or trainer.comm.size == 1
         launcher = "" if alone else f", on {counted(trainer.comm.size, 'rank')} by the same launcher"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
+from hpcdist.batch.ledger import STOP_FILE
 from hpcdist.checkpoint.directory import VAL_LOSS
 from hpcdist.collectives.algorithms.fixed_tree import shards_of
 from hpcdist.comm.record.run_journal import StartRecord
@@ -33,15 +34,8 @@ from hpcdist.training.observe.event_publisher import EventPublisher
 from hpcdist.training.observe.instrumentation import ConsoleProgress, Instrumentation, StepLog
 from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.run import saving
-from hpcdist.training.run.saving import build_saver
-from hpcdist.training.run.stop_requests import (
-    STOP_FILE,
-    Ballot,
-    CheckpointTimer,
-    StopReason,
-    StopRequests,
-    agreed_reason,
-)
+from hpcdist.training.run.saving import CheckpointTimer, build_saver
+from hpcdist.training.run.stop_requests import Ballot, StopReason, StopRequests, agreed_reason
 
 
 def mean_validation_loss(trainer: Trainer) -> float:

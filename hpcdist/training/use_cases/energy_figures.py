@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.batch import carbon, ledger
+from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.batch.schedulers import dispatch, slurm_energy
 from hpcdist.comm.record import run_journal
 from hpcdist.energy.accounts import energy_metrics, phase_shares
@@ -25,7 +26,6 @@ from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.observe.energy import USAGE_FILE, carbon_intensity
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run_directory import RECIPE_FILE
 
 NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
 INTENSITY_PIECES: Final = 500  # intervals per start, over which a varying intensity is averaged

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import models
+from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
@@ -15,7 +16,6 @@ from hpcdist.training import data
 from hpcdist.training.data.source import usable_inputs
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run_directory import RECIPE_FILE
 
 
 def prepare_imported_run(

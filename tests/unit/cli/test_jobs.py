@@ -12,7 +12,6 @@ from hpcdist.comm.record.run_journal import FINISHED, StartRecord
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, STORAGE, USAGE
 from hpcdist.training import run_directory
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run import stop_requests
 
 STEPS = 20
 
@@ -54,10 +53,6 @@ def printed_word(jobs, *arguments):
     code, out, err = jobs(*arguments)
     assert code == OK and out.endswith("\n"), err
     return out.removesuffix("\n")
-
-
-def test_file_names_match_the_training():
-    assert (begin.RECIPE_FILE, begin.STOP_FILE) == (run_directory.RECIPE_FILE, stop_requests.STOP_FILE)
 
 
 def test_run_of_three_starts_ends_as_done(run, jobs):

@@ -12,8 +12,9 @@ import pytest
 from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
+from hpcdist.batch.ledger import STOP_FILE
 from hpcdist.comm.launch import garbage
-from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
+from hpcdist.training.run.stop_requests import EXIT_CODES, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
@@ -78,6 +79,7 @@ def test_invalid_growth_request_is_ignored(tmp_path, text):
 # A rank in a call that ends by no signal, as in a collective of MPI: no handler of Python's runs. Its launcher sends.
 BLOCKED = """
 import ctypes, os, signal, subprocess, sys
+from hpcdist.batch.ledger import STOP_FILE
 from hpcdist.training.run.stop_requests import StopRequests
 wishes = StopRequests()
 wishes.listen()
