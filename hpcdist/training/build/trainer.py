@@ -23,8 +23,8 @@ from hpcdist.strategies.schedule.observers import ProfilerRanges
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.training import data
+from hpcdist.training.build.fault_injection import FaultPlan
 from hpcdist.training.build.selection import AlgorithmSelection
-from hpcdist.training.chaos.injection import FaultPlan
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.data.samples import FilledSamples
 from hpcdist.training.observe.noise_scale import NoiseMeter

@@ -28,8 +28,8 @@ from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.training.chaos.config import ChaosConfig
 from hpcdist.training.recipe import settings
+from hpcdist.training.recipe.chaos_config import ChaosConfig
 from hpcdist.training.recipe.config import DataConfig, PrecisionConfig, RunConfig, SurvivalConfig
 
 DEFAULT: Final = "default"

@@ -26,8 +26,8 @@ from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.replica_check import check_parameters, explain_nonfinite
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
+from hpcdist.training.build import fault_injection
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.chaos import injection
 from hpcdist.training.observe import figures
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.event_publisher import EventPublisher
@@ -111,7 +111,7 @@ class RunOutcome:
     checkpoint: Path | None = None
 
 
-Protect: TypeAlias = Callable[[int, bool], None]  # `hpcdist.training.elastic.protection.StateProtection.keep`
+Protect: TypeAlias = Callable[[int, bool], None]  # `hpcdist.training.run.protection.StateProtection.keep`
 
 
 class GrowthRequested(Exception):  # noqa: N818 - not an error: the loop starts again with more ranks
@@ -152,7 +152,7 @@ class TrainingLoop:
         self.saver = build_saver(trainer, directory / "checkpoints")
         if trainer.faults is not None:
             chaos, writers = trainer.recipe.chaos, trainer.recipe.checkpoint.writers
-            injection.refuse_impossible_faults(chaos, trainer.comm, writers, trainer.exchange)
+            fault_injection.refuse_impossible_faults(chaos, trainer.comm, writers, trainer.exchange)
         self.instrumentation = Instrumentation(trainer, session.spans, energy)
         # Rows after the step of the checkpoint are dropped: a killed start wrote them, and the steps are repeated.
         resumed = trainer.first_step if (directory / METRICS_FILE).exists() else None

@@ -25,7 +25,7 @@ from hpcdist.hdf5.overlay import Overlay
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.step import Handler, RunningStep, StepObserver
-from hpcdist.training.chaos.config import ChaosConfig, ChaosFault
+from hpcdist.training.recipe.chaos_config import ChaosConfig, ChaosFault
 
 SLOWDOWN_STREAM: Final = 0x6368616F73  # key of the random stream of slow steps
 SLEEP_SLICE_S: Final = 1e-3  # a sleeping rank that serves other ranks polls for requests at this interval
