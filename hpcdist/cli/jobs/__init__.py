@@ -12,8 +12,8 @@ from hpcdist.cli.common import LazyGroup
 
 # name -> ("module:attribute" of the click command, its line in the overview), in the order in which users need them
 COMMANDS: Final = {
-    "status": ("hpcdist.cli.jobs.status:status", "Show the state of jobs."),
-    "log": ("hpcdist.cli.jobs.log:log", "Print the log of a job."),
+    "status": ("hpcdist.cli.jobs.show:status", "Show the state of jobs."),
+    "log": ("hpcdist.cli.jobs.show:log", "Print the log of a job."),
     "cancel": ("hpcdist.cli.jobs.cancel:cancel", "Let jobs save and end, or end them at once."),
     "report": ("hpcdist.cli.jobs.report:report", "Account for a job: steps, time, restarts, energy."),
     "begin": ("hpcdist.cli.jobs.begin:begin", "For job scripts: decide whether the job trains."),

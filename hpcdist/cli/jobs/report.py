@@ -22,7 +22,7 @@ from hpcdist.cli.common import json_option
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
 from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, LocatedJob, duration, printable
-from hpcdist.cli.jobs.status import by_ledger
+from hpcdist.cli.jobs.show import by_ledger
 from hpcdist.comm.record import run_journal
 from hpcdist.comm.record.run_journal import HEARTBEAT_S, JournalEntry, StartEntry
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, ConfigurationError
@@ -169,7 +169,7 @@ def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
             "give the directory of its run instead"
         )
     entries = [] if run_dir is None else ledger.read(run_dir)
-    trainings = [] if run_dir is None else _trainings(run_dir)
+    trainings = [] if run_dir is None else run_journal.known_starts(run_dir)
     windows = [window for window in start_windows(entries) if window.job in ids]
     begun = [_job_start(entries, window, states, trainings) for window in windows]
     return {
@@ -244,11 +244,6 @@ def _energy(
     if slurm_energy.NOT_YET in reason:  # same hint as in the report at the end of the job script
         reason += f": see `hpcdist jobs report {shlex.quote(str(run_dir or rows[-1].id))}` then"
     return {"energy_j": energy.known, "energy_reason": reason or None}
-
-
-def _trainings(run_dir: Path) -> list[StartEntry]:
-    starts = run_journal.known_starts(run_dir)  # a user may have edited the times
-    return [start for start in starts if 0 <= start.began < _LATEST_S and 0 <= start.seen < _LATEST_S]
 
 
 def _lost(

@@ -53,9 +53,8 @@ from hpcdist.training.build.selection import AlgorithmSelection, resolve_algorit
 from hpcdist.training.build.state_source import CheckpointSource, StateSource
 from hpcdist.training.build.trainer import Trainer, microbatches_of
 from hpcdist.training.observe.instrumentation import NvtxRanges
-from hpcdist.training.observe.noise_scale import NoiseMeter
-from hpcdist.training.observe.router_meter import RouterMeter
 from hpcdist.training.observe.sdc_check import SdcCheck
+from hpcdist.training.observe.step_meters import NoiseMeter, RouterMeter
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.recipe.requirements import grid_and_roles
 

@@ -15,7 +15,7 @@ from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.strategies.core.grid import ORDER
 from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.observe import figures, noise_scale, router_meter
+from hpcdist.training.observe import figures, step_meters
 from hpcdist.training.observe.energy import describe_energy
 from hpcdist.training.run.loop import RunOutcome
 
@@ -170,12 +170,12 @@ def summarise(
         "lives": [],  # incarnations after rank failures, set by an elastic job
         **figures.consensus_figures(trainer),
         **figures.straggler_figures(trainer, workers),
-        **noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch),
+        **step_meters.noise_figures(trainer.noise, trainer.recipe.run.global_batch),
         "run_dir": str(directory),
         "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }
     has_steps = any(rank["count"] for rank in workers)
-    return summary | router_meter.router_figures(trainer.router) | _reasons(trainer, summary, has_steps)
+    return summary | step_meters.router_figures(trainer.router) | _reasons(trainer, summary, has_steps)
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
@@ -322,8 +322,8 @@ def describe(summary: dict[str, Any]) -> str:
         *figures.describe_utilisation(summary),
         *figures.describe_consensus(summary),
         *figures.describe_stragglers(summary),
-        *noise_scale.describe_noise(summary),
-        *router_meter.describe_router(summary),
+        *step_meters.describe_noise(summary),
+        *step_meters.describe_router(summary),
         describe_energy(summary),
         f"run directory {summary['run_dir']}",
     ]

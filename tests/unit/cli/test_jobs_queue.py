@@ -16,8 +16,8 @@ from harness.marks import cases
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import JobState
-from hpcdist.cli.jobs import log as jobs_log
 from hpcdist.cli.jobs import lookup
+from hpcdist.cli.jobs import show as jobs_log
 from hpcdist.comm.record.run_journal import JOURNAL_FILE
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, OK, STORAGE, USAGE
 from stubs import slurm_double

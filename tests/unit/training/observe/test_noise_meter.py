@@ -19,7 +19,7 @@ from hpcdist.telemetry.metrics.side_tables import NOISE_SCALE
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
 from hpcdist.training.build import state
-from hpcdist.training.observe import noise_scale
+from hpcdist.training.observe import step_meters
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.elastic_job import refit
 
@@ -230,12 +230,12 @@ def test_noise_scale_is_in_table_summary_and_report(tmp_path):
         writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows, strict=True), strict=True)))
         writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows[1:2], strict=True), strict=True)))
     assert "80.0 samples  (gradient noise scale, the critical batch)" in text(report(tmp_path))
-    output = noise_scale.describe_noise({"noise_scale": 48.0, "global_batch": 16})
+    output = step_meters.describe_noise({"noise_scale": 48.0, "global_batch": 16})
     assert "48.0 samples" in output[0] and "4.00 times the fewest steps, and 1.33 times the fewest samples" in output[0]
     assert (
-        noise_scale.describe_noise({}) == []
+        step_meters.describe_noise({}) == []
         and "not known"
-        in noise_scale.describe_noise({"noise_scale": None, "noise_scale_reason": noise_scale.WHY_UNKNOWN})[0]
+        in step_meters.describe_noise({"noise_scale": None, "noise_scale_reason": step_meters.WHY_UNKNOWN})[0]
     )
 
 
