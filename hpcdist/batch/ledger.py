@@ -89,7 +89,7 @@ def read(run_dir: Path) -> list[JournalEntry]:
 
 
 def jobs(entries: Sequence[JournalEntry]) -> dict[str, LedgerJob]:
-    """Return {job id: `LedgerJob`} for the jobs in ``entries``, in the order of their first entries."""
+    """Return {job id: `LedgerJob`}, in the order of the first entries. ``entries``: the result of `read`."""
     entries_of: dict[str, list[JournalEntry]] = {}
     for entry in entries:
         entries_of.setdefault(entry.job, []).append(entry)
@@ -170,7 +170,7 @@ class NewestCheckpoint(NamedTuple):
 
 
 class RequeueVerdict(NamedTuple):
-    """Decision to requeue a job or not: ``word`` is "again" or "stop". ``lost`` lists the nodes that do not answer."""
+    """Decision whether a job is requeued: ``word`` is "again" or "stop". ``lost``: nodes that do not answer."""
 
     word: str
     reason: str
@@ -189,8 +189,8 @@ def decide(
 ) -> RequeueVerdict:
     """Decide whether to requeue ``job`` (a job id), which ended with exit code ``code``. Local.
 
-    ``entries``: event log of the run. ``restart``: number of requeues of the job so far. ``saved``: newest checkpoint.
-    Keyword-only ``lost_nodes``: function that returns the unreachable nodes.
+    ``entries``: the result of `read`. ``restart``: number of requeues of the job so far. ``saved``: newest checkpoint
+    of the run. The keyword ``lost_nodes`` is a function that returns the unreachable nodes.
     """
     ledger_job = jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -219,10 +219,10 @@ def decide(
 
 
 def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, digest: str) -> list[JournalEntry]:
-    """Return the log entries of the latest consecutive job starts that made no new checkpoint.
+    """Return the `began` entries of the latest consecutive job starts that made no new checkpoint.
 
-    Such starts all resumed from ``saved``, the newest checkpoint. ``entries``: event log of the run. ``digest``: hash
-    of the run's configuration.
+    These starts all resumed from ``saved``, the newest checkpoint. ``entries``: the result of `read`. ``digest``: hash
+    of the recipe, or the command line of a program.
     """
     # A start with another recipe ends the list. Starts of cancelled jobs do not count.
     starts: list[JournalEntry] = []

@@ -30,7 +30,7 @@ def scheduler_of(job: str) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return a dict from job id to `JobState`. The state is UNKNOWN if the scheduler does not answer."""
+    """Return {job id: `JobState`} for the ids ``jobs``. The state is UNKNOWN if the scheduler does not answer."""
     # A job with several tasks or components has the state of one of them: running before waiting before failed.
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
@@ -50,7 +50,7 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return (list of `JobState`, one per execution of the jobs with the ids ``jobs``; error text or "")."""
+    """Return a list with one `JobState` per execution of ``jobs`` from Slurm accounting, and an error text or ""."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"
@@ -61,7 +61,10 @@ def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Cancel ``jobs`` immediately. Raises MissingCapabilityError if their scheduler refuses or is missing."""
+    """Cancel the jobs with the ids ``jobs`` immediately.
+
+    Raises MissingCapabilityError if their scheduler refuses or is missing.
+    """
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if slurm_jobs:
         slurm.cancel(slurm_jobs)

@@ -41,7 +41,7 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 class SlurmAllocation:
     """Nodes of the current Slurm job. Its methods check if enough nodes are left to restart the training.
 
-    ``needed``: number of nodes that a restart needs, or None for any number. Keyword-only ``whole``: True if a restart
+    ``needed``: number of nodes that a restart needs, or None for any number. The keyword ``whole`` is True if a restart
     needs all nodes of the job.
     """
 

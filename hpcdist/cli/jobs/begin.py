@@ -29,7 +29,7 @@ _RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help
 
 
 def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
-    """Return name and write time of the newest complete checkpoint of the run in ``run_dir``. Local."""
+    """Return the newest complete checkpoint of the run in ``run_dir``. Local."""
     from hpcdist.cli.run import checkpoints
 
     return next((NewestCheckpoint(*item) for item in checkpoints(run_dir).items()), NewestCheckpoint())
@@ -52,7 +52,7 @@ def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
 def begin(
     run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_file: Path | None, program: str | None
 ) -> None:
-    """Record the start of a job in the job records of RUN_DIR. Print `go`, or `done` if the run has all its steps.
+    """Record the start of a job in the journal of RUN_DIR. Print `go`, or `done` if the run has all its steps.
 
     --restart: number of earlier requeues. Exits with code 78 if the last N starts made no new checkpoint, where N is
     --most-fruitless. The count restarts at 0 if the recipe changes, or if a --program (run instead of a recipe)
@@ -147,7 +147,7 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 @click.option("--code", type=int, required=True, help="Exit code of the training.")
 @click.option("--preempted", is_flag=True, help="The scheduler has announced that it preempts this job.")
 def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
-    """Record the end of one start of a job in the job records of RUN_DIR. Print `again`, `stop` or `cancelled`.
+    """Record the end of one start of a job in the journal of RUN_DIR. Print `again`, `stop` or `cancelled`.
 
     `again` means that the job should be requeued. --code is the exit code of the training. After code 75 (training
     stopped before its last step), `again` is printed unless two consecutive starts made no new checkpoint.

@@ -27,7 +27,7 @@ _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True)
 class LocatedJob:
-    """A batch job. ``entered``: the job's records in its run directory, or None if there are no records.
+    """A batch job. ``entered``: the job's entries in the journal of its run, or None if there are no entries.
 
     ``later``: numbers of the jobs in the same chain that wait for this job to end.
     """
@@ -38,7 +38,7 @@ class LocatedJob:
     later: tuple[str, ...] = ()
 
     def text(self, name: str) -> str:
-        """Return the newest value of the field ``name`` in the job's records, or "" if no record has the field."""
+        """Return the newest text of the key ``name`` in the job's journal entries, or "" if no entry has the key."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:

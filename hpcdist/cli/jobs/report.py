@@ -49,23 +49,25 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time interval from one job start of a run to the next. ``place``: index of the start in the job records."""
+    """Time interval from one job start of a run to the next. ``number``: index of the start's entry in the ledger."""
 
-    place: int
+    number: int
     job: str
     first: datetime
     last: datetime
 
     def has(self, training: StartEntry) -> bool:
-        """Return True if ``training``, an execution of the training program, began in this time interval."""
+        """Return True if the start ``training`` of the training began in this time interval."""
         return self.first - CLOCK_SLACK <= _utc(training.began) < self.last
 
 
 def start_windows(entries: Sequence[JournalEntry]) -> list[StartWindow]:
-    """Return a `StartWindow` for each job start in ``entries``, the records of a run's batch jobs."""
-    started = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
+    """Return a `StartWindow` for each job start. ``entries``: the ledger of the run, from `ledger.read`."""
+    started = [(number, entry) for number, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
-    return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(started, ends, strict=False)]
+    return [
+        StartWindow(number, entry.job, entry.time, end) for (number, entry), end in zip(started, ends, strict=False)
+    ]
 
 
 def _job_start(
@@ -74,8 +76,8 @@ def _job_start(
     live: dict[str, JobState],
     trainings: Sequence[StartEntry],
 ) -> JobStart:
-    entry, state = entries[window.place], live.get(window.job)
-    later = [other for other in entries[window.place + 1 :] if other.job == window.job]
+    entry, state = entries[window.number], live.get(window.job)
+    later = [other for other in entries[window.number + 1 :] if other.job == window.job]
     ending = next((other for other in later if other.event in (ledger.BEGAN, ledger.ENDED)), None)
     end = ending if ending is not None and ending.event == ledger.ENDED else None
     seen = [_utc(training.seen) for training in trainings if window.has(training)]
@@ -96,9 +98,9 @@ def _job_start(
 
 
 def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]:
-    """Return the sorted times at which checkpoints of the run were written. Local.
+    """Return the sorted write times of the checkpoints in ``run_dir``. ``entries`` adds removed checkpoints. Local.
 
-    The times come from the checkpoints in ``run_dir`` and from ``entries``, the records of the run's batch jobs.
+    ``entries``: the ledger of the run, from `ledger.read`.
     """
     from hpcdist.cli.run import checkpoints
 
@@ -106,16 +108,15 @@ def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]
     return sorted(_utc(ns / 1e9) for ns in {*mentioned, *checkpoints(run_dir).values()})
 
 
-def lost_s(trainings: Sequence[StartEntry], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
+def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
     """Return the seconds from last checkpoint to last heartbeat, summed over the failed ``trainings``.
 
-    ``trainings``: executions of the training program. Only executions that began in a time interval of ``within``
-    count. ``saved``: times of checkpoints.
+    Only trainings that began in one of ``windows`` count. ``saved``: write times of the checkpoints.
     """
     # Removed checkpoints make the result an upper bound.
     seconds = 0.0
     for training in trainings:
-        if not training.end and any(window.has(training) for window in within):
+        if not training.end and any(window.has(training) for window in windows):
             began, seen = _utc(training.began), _utc(training.seen)
             saves = [moment for moment in saved if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
             seconds += max(0.0, (seen - max([began, *saves])).total_seconds())
@@ -123,7 +124,7 @@ def lost_s(trainings: Sequence[StartEntry], within: Sequence[StartWindow], saved
 
 
 def is_running(entries: Sequence[JournalEntry]) -> bool:
-    """Return True if the newest start in ``entries``, the run's job records, has no `ended` record."""
+    """Return True if the newest start in ``entries``, the ledger of the run, has no `ended` entry."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN
 
@@ -138,7 +139,7 @@ def _utc(seconds: float) -> datetime:
 def report(word: str, as_json: bool) -> None:
     """Report on a job, or on all jobs of a run: outcome, time, node hours, restarts, steps, energy, lost work.
 
-    Times and energy come from Slurm accounting if enabled; otherwise times are from the run's job records. The energy
+    Times and energy come from Slurm accounting if enabled; otherwise times are from the journal of the run. The energy
     is known once the job is over. It covers whole nodes, also if other jobs ran on them.
 
     --json prints one object: jobs, each with job, state, reason, exit_code and restarts; run_dir, starts,

@@ -48,7 +48,7 @@ class StatusRow:
 
     @property
     def name(self) -> str:
-        """Job name in the run's job records, or else in the queue."""
+        """Job name in the journal of the run, or else in the queue."""
         return self.job.text("name") or self.state.name
 
 
@@ -92,7 +92,7 @@ def _own_jobs(ended: bool) -> list[LocatedJob]:
 
 
 def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
-    """Return a row for each of ``jobs`` and each array task. Jobs that are over are included only if ``ended``."""
+    """Return a row for each of ``jobs`` and each array task. Jobs that are over get a row only if ``ended``."""
     parts = dispatch.states_of_parts(job.id for job in jobs)
     rows = []
     runs: dict[Path | None, tuple[NewestCheckpoint, int | None]] = {None: (NewestCheckpoint(), None)}
@@ -108,7 +108,7 @@ def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:
-    """Return the scheduler's ``state`` of ``job``, corrected by the events in the run's job records."""
+    """Return the scheduler's ``state`` of ``job``, corrected by the journal of the run."""
     if job.entered is None:
         return state
     end = job.entered.last(ledger.ENDED)
@@ -218,7 +218,7 @@ def log(word: str, lines: int, follow: bool) -> None:
 
 
 def log_path(job: LocatedJob) -> Path:
-    """Return the path of a job's log, from the run's job records or the scheduler.
+    """Return the path of a job's log, from the journal of the run or the scheduler.
 
     Raises ConfigurationError if no log is known, and UsageError for a job array, which has a log per task.
     """

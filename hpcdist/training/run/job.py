@@ -94,7 +94,7 @@ class TrainingJob:
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` hold the lock of the run directory. Collective over ``everyone``, all living processes.
 
-        Keyword-only ``takes`` must be True on rank ``leader`` and False on the other ranks.
+        The keyword ``takes`` must be True on rank ``leader`` and False on the other ranks.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)

@@ -142,7 +142,7 @@ class CheckpointTimer:
     ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since 1970.
     """
 
-    # ``say`` prints a message. ``clock`` returns the time. ``starts``: record of the starts and failures of the run.
+    # ``say`` prints a message. ``clock`` returns the time. ``starts``: writer of the journal, with the run's failures.
     def __init__(
         self,
         config: CheckpointConfig,
@@ -195,7 +195,7 @@ class CheckpointTimer:
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures in seconds: set by the recipe, or from the start record. 0 if unknown."""
+        """Mean time between failures in seconds: set by the recipe, or from the journal of the run. 0 if unknown."""
         configured = self._config.mtbf_s
         if configured != OBSERVED:
             return float(configured)

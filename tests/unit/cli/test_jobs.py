@@ -239,7 +239,7 @@ def test_cancelled_job_is_not_requeued(run, jobs):
     + [(code, ["n2"], "stop") for code in (0, 2, 69, 130)],
 )
 def test_start_that_lost_a_node_is_repeated(run, jobs, monkeypatch, code, lost, word):
-    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (lost, ["n3"] if lost else []))
+    monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda: (lost, ["n3"] if lost else []))
     jobs("begin", run, "--job=1")
     save(run, 4)
     _, out, err = jobs("end", run, "--job=1", f"--code={code}")
@@ -250,7 +250,7 @@ def test_start_that_lost_a_node_is_repeated(run, jobs, monkeypatch, code, lost, 
 def test_start_after_a_node_crash_is_repeated_once(run, jobs, monkeypatch):
     """Slurm may have ended the steps of this start together with the steps of the crashed start."""
     for restart, (lost, word) in enumerate(((["n2"], "again"), ([], "again"), ([], "stop"))):
-        monkeypatch.setattr(begin.allocation, "lost_nodes", lambda lost=lost: (lost, ["n1"] if lost else []))
+        monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda lost=lost: (lost, ["n1"] if lost else []))
         jobs("begin", run, "--job=1", f"--restart={restart}")
         assert printed_word(jobs, "end", run, "--job=1", f"--restart={restart}", "--code=1") == word
 
@@ -276,7 +276,7 @@ def test_preempted_start_is_repeated(run, jobs, code, word):
 
 
 def test_begin_limits_crashes_without_a_checkpoint(run, jobs, monkeypatch):
-    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     for restart in range(3):
         assert printed_word(jobs, "begin", run, "--job=1", f"--restart={restart}") == "go"
         assert (
@@ -287,7 +287,7 @@ def test_begin_limits_crashes_without_a_checkpoint(run, jobs, monkeypatch):
 
 
 def test_cancelled_job_that_lost_a_node_is_not_requeued(run, jobs, monkeypatch):
-    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     jobs("begin", run, "--job=1")
     ledger.record(run, "cancelled", job="1", how="save")
     assert printed_word(jobs, "end", run, "--job=1", "--code=1") == "stop"
