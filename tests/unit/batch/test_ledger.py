@@ -74,6 +74,12 @@ def test_invalid_lines_are_skipped(tmp_path, line):
     assert [entry.job for entry in ledger.read(tmp_path)] == ["1", "1"]
 
 
+def test_jobs_of_an_earlier_version_are_read(tmp_path):
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(GOOD) + "\n")
+    ledger.record(tmp_path, "ended", job="1", code=0)
+    assert [entry.event for entry in ledger.read(tmp_path)] == ["began", "ended"]
+
+
 @given(before=st.binary(max_size=60))
 def test_damaged_last_line_loses_no_new_entries(tmp_path_factory, before):
     folder = tmp_path_factory.mktemp("ledger")
