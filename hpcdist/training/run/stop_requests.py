@@ -44,7 +44,7 @@ GROW_FILE = "grow"
 
 
 class StopReason(IntEnum):
-    """Reason to stop. Its value is its index in the array of stop requests, which is summed over ranks in each step."""
+    """Reason to stop. Its value is its index in the array of stop requests."""
 
     REQUEUE = 0  # signals but Ctrl-C, the stop file, the end of the job: save, and let the scheduler restart the job
     INTERRUPT = 1  # Ctrl-C: save and exit
@@ -70,16 +70,16 @@ class StopRequests:
         self._at_once = ImmediateExit()
 
     @classmethod
-    def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
+    def listening(cls, limit_s: float | None, *callbacks: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals. Main thread only.
 
-        ``limit_s``: seconds to the end of the job, or None. ``*lets_go``: functions to call before a signal ends the
+        ``limit_s``: seconds to the end of the job, or None. ``*callbacks``: functions to call before a signal ends the
         process. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
-        # Until `begun` is called, a signal ends the process at once, after calls of ``lets_go``.
+        # Until `begun` is called, a signal ends the process at once, after calls of ``callbacks``.
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
-        requests.starts(*lets_go)
+        requests.starts(*callbacks)
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
@@ -95,16 +95,16 @@ class StopRequests:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 self._before[number] = signal.signal(number, self._on_signal)
 
-    def starts(self, *lets_go: Callable[[], object]) -> None:
+    def starts(self, *callbacks: Callable[[], object]) -> None:
         """Let signals end this process at once, until the method `begun` is called. Main thread only.
 
-        ``*lets_go``: functions to call before the exit, e.g. to release a lock.
+        ``*callbacks``: functions to call before the exit, e.g. to release a lock.
         """
-        for action in lets_go:
+        for action in callbacks:
             self._at_once.before(action)
         self._at_once.switch(True)
 
-    def let_go(self, action: Callable[[], object]) -> None:
+    def call_before_exit(self, action: Callable[[], object]) -> None:
         """Add the function ``action``, to be called before a signal ends this process at once. Local."""
         self._at_once.before(action)
 
@@ -164,8 +164,8 @@ class StopRequests:
             self._stop_file.unlink(missing_ok=True)
 
 
-class Ballot(NamedTuple):
-    """One rank's requests for the end of a step, or their sums over all ranks, which all ranks obey.
+class StepRequests(NamedTuple):
+    """Requests of one rank for the end of a step, or the sums of these requests over all ranks.
 
     ``stops``: requests by `StopReason`. ``flush``: above 0, write metrics; above 1, also compare clocks. ``save``:
     above 0, save a checkpoint. ``ranks``: number of ranks to add. ``saver``: result of `CheckpointSaver.numbers`.
@@ -183,8 +183,8 @@ class Ballot(NamedTuple):
         return np.concatenate([self.stops, [self.flush, self.save, self.ranks], self.saver])
 
     @classmethod
-    def of(cls, sums: np.ndarray) -> "Ballot":
-        """Return a `Ballot` from ``sums``, the sum of all ranks' `array`."""
+    def of(cls, sums: np.ndarray) -> "StepRequests":
+        """Return a `StepRequests` from ``sums``, the sum of all ranks' `array`."""
         count = len(StopReason)
         flush, save, ranks = sums[count : count + 3].tolist()
         return cls(sums[:count], flush, save, ranks, sums[count + 3 :])
@@ -225,8 +225,7 @@ def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
 
     Call this once per iteration, from the main thread. ``margin_s``: seconds to reserve before the end of the Slurm
     job. Code 130: Ctrl-C. Code 75 (requeue): SIGTERM, SIGHUP or SIGUSR1 on a rank, a file ``stop``, or little time
-    left.
-    Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+    left. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
     """
     # The first call installs signal handlers. The time is nearly up if the longest iteration until now plus
     # ``margin_s`` would pass SLURM_JOB_END_TIME.
