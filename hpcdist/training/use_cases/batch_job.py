@@ -272,7 +272,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
             pass
     partition = options["partition"] or site.scheduler.partition
     of_qos = site.qos.get(options["qos"] or site.scheduler.qos, SiteLimits())
-    limits = of_qos.with_defaults(site.partitions.get(partition, SiteLimits()).over(site.limits))
+    limits = of_qos.with_defaults(site.partitions.get(partition, SiteLimits()).with_defaults(site.limits))
     walltime = options["walltime"] or limits.max_walltime
     if walltime:
         return float(walltime_s(walltime)), f"a failure in each walltime of {walltime}"
