@@ -136,9 +136,9 @@ class StartRecord:
         """Mean time between failures in seconds: `seconds` / (`failures` + 1)."""
         return self.seconds / (self.failures + 1)
 
-    def alive(self, certainly: bool = False) -> None:
-        """Record that the run is alive. Writes at most every `HEARTBEAT_S` seconds, or always if ``certainly``."""
-        if certainly or not 0 <= self._clock() - self.current.seen < HEARTBEAT_S:
+    def alive(self, always: bool = False) -> None:
+        """Record that the run is alive. Writes at most every `HEARTBEAT_S` seconds, or each time if ``always``."""
+        if always or not 0 <= self._clock() - self.current.seen < HEARTBEAT_S:
             self._write(ALIVE)
 
     def survived(self, deaths: int) -> None:

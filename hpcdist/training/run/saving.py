@@ -177,7 +177,7 @@ class CheckpointTimer:
         self._saves.append(seconds)
         self._saved = self._clock()
         if self._starts is not None:
-            self._starts.alive(certainly=True)
+            self._starts.alive(always=True)
 
     def completed(self, seconds: float) -> None:
         """Record that a checkpoint was complete on disk ``seconds`` after its save began."""
