@@ -22,9 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hpcdist.comm.launch.restarts import FRUITLESS
 from hpcdist.comm.record import run_journal
-from hpcdist.comm.record.run_journal import JOURNAL_FILE, JournalEntry
+from hpcdist.comm.record.run_journal import FRUITLESS, JOURNAL_FILE, JournalEntry
 from hpcdist.errors import INTERRUPTED, MISSING_CAPABILITY, OK, REQUEUE, USAGE, StorageError
 from hpcdist.reporting import regular
 

@@ -38,6 +38,7 @@ from hpcdist.reporting import regular
 JOURNAL_FILE: Final = "journal.jsonl"
 OLD_JOBS_FILE: Final = "jobs.jsonl"  # earlier versions wrote these two files
 OLD_STARTS_FILE: Final = "starts.json"
+FRUITLESS: Final = 2  # after so many starts in a row without a new checkpoint, no further start follows
 HEARTBEAT_S: Final = 10.0  # maximum age of the last sign of life
 START: Final = "start"
 ALIVE: Final = "alive"
