@@ -90,6 +90,7 @@ def edit_metrics(run):
 # Writer -> names next to its file, through which it once wrote.
 WRITERS = {
     lambda run: checkpoints.replace(run / "latest", "step-1\n"): ("latest.tmp", "latest"),
+    lambda run: StartRecord(run).ended("stopped"): ("journal.jsonl",),
     record_usage: ("usage.tmp", "usage.json"),
     edit_metrics: ("metrics.h5.new", "metrics.h5.journal"),
     lambda run: checkpoints.commit(run, 1, "{}", 1): ("step-1.tmp/manifest.json", "latest.tmp"),
