@@ -35,7 +35,7 @@ _MODULES: Final = {
     "plan": "hpcdist.training.use_cases.plan",
     "reduce_scatter": "hpcdist.collectives.arrays",
     "session": "hpcdist.comm.mpi.world",
-    "should_stop": "hpcdist.training.stopping",
+    "should_stop": "hpcdist.training.run.stop_requests",
 }
 
 

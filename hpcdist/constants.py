@@ -6,12 +6,10 @@ from typing import Final
 # Files in a run directory.
 RECIPE_FILE: Final = "recipe.toml"
 METRICS_FILE: Final = "metrics.h5"
-JOBS_FILE: Final = "jobs.jsonl"  # the jobs of the run
-STARTS_FILE: Final = "starts.json"  # the starts of the run
 USAGE_FILE: Final = "usage.json"  # energy of all starts
 STOP_FILE: Final = "stop"  # its existence stops the run
 
-# Ends of a start in `STARTS_FILE`.
+# Ends of a start in the run's journal.
 FINISHED: Final = "finished"
 STOPPED: Final = "stopped"  # by a stop request, after a save
 

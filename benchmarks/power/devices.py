@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.batch.requeue import node_count
+from hpcdist.batch.ledger import node_count
 from hpcdist.constants import VISIBLE_GPUS
 from hpcdist.energy import limit_devices as limits
 from hpcdist.energy import power_limits

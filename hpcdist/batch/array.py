@@ -47,7 +47,7 @@ class ArrayJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepJob(ArrayJob):
-    """Parameter sweep as a job array: task K measures the parameters number K."""
+    """Job array of a parameter sweep: task K measures combination number K of the parameter values."""
 
     template: ClassVar[str] = "sweep.sbatch.j2"
     option: ClassVar[str] = "--array"
@@ -81,11 +81,11 @@ class SweepJob(ArrayJob):
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """A tuple with the one job to submit next: it merges the results of all tasks in one file."""
+        """The job that merges the results of all tasks in one file, as a tuple of one job."""
         return (MergeJob.of(self),)
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the task logs of job ``number``. %a in the path stands for the task number."""
+        """Return the path of the logs of array ``number``, with %a in place of the task number."""
         return self.run_dir / f"{number}_%a.out"
 
     @property

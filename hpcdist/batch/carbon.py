@@ -225,10 +225,11 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
 def plan_begin(
     path: Path, deadline_text: str | None, walltime_s: int | None, now: datetime, power_w: float | None = None
 ) -> tuple[datetime, list[str]]:
-    """Return (best start time of a job, text lines that explain the choice), from the carbon forecast ``path``.
+    """Return the best start time of a job, and a list of text lines that explain the choice.
 
-    ``deadline_text``: latest end, such as "24h". ``walltime_s``: length of the job. ``now``: earliest start.
-    ``power_w``: power in watts, or None. Raises UsageError, ConfigurationError or StorageError.
+    ``path``: CSV file with a carbon forecast. ``deadline_text``: latest end, such as "24h". ``walltime_s``: length of
+    the job. ``now``: earliest start. ``power_w``: power in watts, or None. Raises UsageError, ConfigurationError or
+    StorageError.
     """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")

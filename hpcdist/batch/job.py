@@ -129,13 +129,11 @@ class BatchJob:
         for name in ("nodes", "ranks_per_node", "cpus_per_task"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{_option(name)} {getattr(self, name)}: it must be at least 1")
-        for name in ("gpus_per_node", "most_fruitless"):
+        for name in ("gpus_per_node", "most_fruitless", "restarts"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{_option(name)} {getattr(self, name)}: it must be at least 0")
         if not 1 <= self.link <= self.links:
             raise UsageError(f"--chain {self.links}: give the number of jobs, at least 1")
-        if self.restarts < 0:
-            raise UsageError(f"--restarts {self.restarts}: must be at least 0 restarts")
         if self.spare_nodes < 0 or (self.spare_nodes and not self.restarts):
             raise UsageError(
                 f"--spare-nodes {self.spare_nodes}: spare nodes replace failed nodes in a restart; add --restarts, or "

@@ -1,6 +1,6 @@
-"""Job ledger: the log ``jobs.jsonl`` of the jobs of a run, in its directory. Local.
+"""Jobs of a run: their entries in its journal, and the decision whether a job is requeued. Local.
 
-JSON lines {"time", "event", "job", ...} with these events and further keys:
+Events of a job, and the further keys of their entries:
 
     submitted  scheduler, site, name, log, script, chain
     began      restart, from, saved_ns, recipe, nodes
@@ -9,19 +9,22 @@ JSON lines {"time", "event", "job", ...} with these events and further keys:
 
 ``saved_ns``: write time of the newest checkpoint. ``word``: requeue decision ("again" or "stop"). ``lost``: crashed
 nodes. A killed job writes no `ended`.
+
+`fruitless_starts` limits consecutive starts without a new checkpoint, by the job script and by Slurm, which requeues a
+job after a node failure. Restarts by `hpcdist run --restarts` have another limit.
 """
 
-import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from hpcdist.constants import JOBS_FILE
-from hpcdist.errors import StorageError
+from hpcdist.comm.record import run_journal
+from hpcdist.comm.record.run_journal import FRUITLESS, JOURNAL_FILE, JournalEntry
+from hpcdist.errors import INTERRUPTED, MISSING_CAPABILITY, OK, REQUEUE, USAGE, StorageError
 from hpcdist.reporting import regular
 
 REGISTRY: Final = "runs.jsonl"
@@ -35,38 +38,13 @@ SAVE: Final = "save"
 
 
 @dataclass(frozen=True)
-class LedgerEntry:
-    """Entry of a run's job ledger: an ``event`` ("submitted", "ended", ...) of the batch job with id ``job``."""
-
-    time: datetime
-    event: str
-    job: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    def text(self, name: str) -> str:
-        """Return this entry's value for the key ``name`` if it is a string, else ""."""
-        value = self.values.get(name)
-        return value if isinstance(value, str) else ""
-
-    def number(self, name: str) -> int | None:
-        """Return this entry's value for the key ``name`` if it is an integer, else None."""
-        value = self.values.get(name)
-        return value if type(value) is int else None
-
-    def texts(self, name: str) -> list[str]:
-        """Return the strings in this entry's list for the key ``name``, or [] if the value is not a list."""
-        value = self.values.get(name)
-        return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-@dataclass(frozen=True)
 class LedgerJob:
-    """A batch job: all its entries in the job ledger, oldest first."""
+    """A batch job: all its entries in the journal, oldest first."""
 
     id: str
-    entries: tuple[LedgerEntry, ...]
+    entries: tuple[JournalEntry, ...]
 
-    def last(self, event: str) -> LedgerEntry | None:
+    def last(self, event: str) -> JournalEntry | None:
         """Return this job's newest entry of type ``event``, or None if there is no such entry."""
         return next((entry for entry in reversed(self.entries) if entry.event == event), None)
 
@@ -93,31 +71,25 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append ``event`` to the job ledger of ``run_dir``, with the values ``**values``. Raises StorageError."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    """Append ``event`` to the journal of ``run_dir``, with the values ``**values``. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _append(run_dir / JOBS_FILE, {"time": now, "event": event, **values})
+        run_journal.append(run_dir, event, **values)
     except OSError as error:
         raise StorageError(
-            f"{run_dir / JOBS_FILE}, the record of the run's jobs, cannot be written: {error.strerror}; free "
+            f"{run_dir / JOURNAL_FILE}, the journal of the run, cannot be written: {error.strerror}; free "
             "space on its file system, or choose another --out"
         ) from error
 
 
-def read(run_dir: Path) -> list[LedgerEntry]:
-    """Return all entries of the job ledger in ``run_dir``, or [] if there is no ledger. Raises StorageError."""
-    try:
-        return [entry for value in regular.json_objects(run_dir / JOBS_FILE) if (entry := _entry(value)) is not None]
-    except OSError as error:
-        failure = StorageError(f"{run_dir / JOBS_FILE} cannot be read: {error.strerror or error}")
-        failure.errno = error.errno
-        raise failure from error
+def read(run_dir: Path) -> list[JournalEntry]:
+    """Return the entries of jobs in the journal of ``run_dir``, oldest first. Raises StorageError."""
+    return [entry for entry in run_journal.read(run_dir) if entry.job]
 
 
-def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
-    """Return {job id: `LedgerJob`} for the jobs in ``entries``, in the order of their first entries."""
-    entries_of: dict[str, list[LedgerEntry]] = {}
+def jobs(entries: Sequence[JournalEntry]) -> dict[str, LedgerJob]:
+    """Return {job id: `LedgerJob`}, in the order of the first entries. ``entries``: the result of `read`."""
+    entries_of: dict[str, list[JournalEntry]] = {}
     for entry in entries:
         entries_of.setdefault(entry.job, []).append(entry)
     return {job: LedgerJob(job, tuple(job_entries)) for job, job_entries in entries_of.items()}
@@ -148,7 +120,7 @@ def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
         if any(value.get("run_dir") == place for value in regular.json_objects(path)):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run_dir": place})
+        run_journal.append_line(path, {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run_dir": place})
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         print(
             f"hpcdist: warning: {path} cannot be written ({error}), so `hpcdist jobs` lists {place} only if you name "
@@ -178,26 +150,138 @@ def _is_directory(place: str) -> bool:
         return False
 
 
-def _append(path: Path, values: Mapping[str, Any]) -> None:
-    line = json.dumps(values, separators=(", ", ": ")) + "\n"
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        end = os.fstat(fd).st_size
-        if end and os.pread(fd, 1, end - 1) != b"\n":  # a crash tore the last line: start a new one
-            line = "\n" + line
-        # A single write, so that lines of concurrent processes do not mix.
-        if os.write(fd, line.encode()) != len(line.encode()):
-            raise OSError(0, "the line was written only partially: is the disk full?")
-    finally:
-        os.close(fd)
+# After these exit codes another start would end alike, or is unwanted, whatever happened to the nodes. CONFIGURATION is
+# not included: if a node crashes during MPI startup, a rank may see a world of 1 and refuse its configuration.
+_FINAL_CODES: Final = (OK, USAGE, MISSING_CAPABILITY, INTERRUPTED)
 
 
-def _entry(value: dict[str, Any]) -> LedgerEntry | None:
-    fields = {name: value.pop(name, None) for name in ("time", "event", "job")}
-    if not all(isinstance(value_of_key, str) and value_of_key for value_of_key in fields.values()):
-        return None
-    try:
-        time = datetime.fromisoformat(fields["time"])
-    except ValueError:
-        return None
-    return LedgerEntry(time if time.tzinfo else time.replace(tzinfo=UTC), fields["event"], fields["job"], value)
+class NewestCheckpoint(NamedTuple):
+    """Newest checkpoint of a run: its name and its write time in ns, or "" and 0 if there is no checkpoint."""
+
+    name: str = ""
+    ns: int = 0
+
+    @property
+    def step(self) -> int:
+        """Training step of the checkpoint."""
+        return int(self.name.removeprefix("step-") or 0)
+
+
+class RequeueVerdict(NamedTuple):
+    """Decision whether a job is requeued: ``word`` is "again" or "stop". ``lost``: nodes that do not answer."""
+
+    word: str
+    reason: str
+    lost: tuple[str, ...] = ()
+
+
+def decide(
+    entries: list[JournalEntry],
+    job: str,
+    restart: int,
+    code: int,
+    saved: NewestCheckpoint,
+    *,
+    preempted: bool,
+    lost_nodes: Callable[[], Sequence[str]],
+) -> RequeueVerdict:
+    """Decide whether to requeue ``job`` (a job id), which ended with exit code ``code``. Local.
+
+    ``entries``: the result of `read`. ``restart``: number of requeues of the job so far. ``saved``: newest checkpoint
+    of the run. The keyword ``lost_nodes`` is a function that returns the unreachable nodes.
+    """
+    ledger_job = jobs(entries).get(job)
+    fruitless = _starts_in_vain(entries, job, saved)
+    outcome = (
+        f"saved {saved.name}"
+        if saved.name and not fruitless
+        else "this start made no new checkpoint in the run directory"
+    )
+    going_on = f"{outcome}; the job resumes from {'there' if not fruitless else saved.name or 'step 0'}"
+    reason = _why_not_requeued(ledger_job, fruitless, saved, code)
+    if not reason:
+        return RequeueVerdict(AGAIN, going_on)
+    if code in _FINAL_CODES or (ledger_job is not None and ledger_job.is_cancelled):
+        return RequeueVerdict(STOP, reason)
+    # Three reasons to continue anyway: preemption, a crashed node, an earlier start killed by a crash.
+    lost: tuple[str, ...] = ()
+    if preempted:
+        cause = "Slurm preempts this job"
+    elif lost := tuple(lost_nodes()):
+        cause = f"{', '.join(lost)} of this job crashed or cannot be reached"
+    elif crash := _crash_before(ledger_job, restart):
+        cause = f"the previous start {crash}: starting once more"
+    else:
+        return RequeueVerdict(STOP, reason)
+    return RequeueVerdict(AGAIN, f"{cause} (exit code {code} of the training); {going_on}", lost)
+
+
+def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, digest: str) -> list[JournalEntry]:
+    """Return the `began` entries of the latest consecutive job starts that made no new checkpoint.
+
+    These starts all resumed from ``saved``, the newest checkpoint. ``entries``: the result of `read`. ``digest``: hash
+    of the recipe, or the command line of a program.
+    """
+    # A start with another recipe ends the list. Starts of cancelled jobs do not count.
+    starts: list[JournalEntry] = []
+    entries = list(entries)
+    cancelled = {entry.job for entry in entries if entry.event == CANCELLED}
+    for entry in entries:
+        if entry.event != BEGAN or entry.job in cancelled:
+            continue
+        # A start from an older checkpoint, or with another recipe, resets the row: there was progress since.
+        same = (entry.text("from"), entry.number("saved_ns"), entry.text("recipe")) == (*saved, digest)
+        starts = [*starts, entry] if same else []
+    return starts
+
+
+def node_count(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of nodes of the current job, or None if unknown, from environment variables. Local."""
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        if environment.get(name, "").isdecimal():
+            return int(environment[name])
+    if environment.get("PBS_NODEFILE"):
+        try:
+            return len(set(Path(environment["PBS_NODEFILE"]).read_text().split())) or None
+        except OSError:
+            return None
+    return 1 if environment.get("HPCDIST_JOB_ID") else None  # a local job
+
+
+def _crash_before(ledger_job: LedgerJob | None, restart: int) -> str:
+    entries = () if ledger_job is None else ledger_job.entries
+    before = [entry for entry in entries if entry.number("restart") == restart - 1]
+    ends = [entry for entry in before if entry.event == ENDED]
+    if ends:
+        nodes = ends[-1].texts("lost")
+        return f"lost {', '.join(nodes)}" if nodes else ""
+    # A start without an ``ended`` entry has crashed.
+    return "was killed" if any(entry.event == BEGAN for entry in before) else ""
+
+
+def _starts_in_vain(entries: list[JournalEntry], job: str, saved: NewestCheckpoint) -> int:
+    ledger_job = jobs(entries).get(job)
+    began = None if ledger_job is None else ledger_job.last(BEGAN)
+    if began is None:
+        return 0 if saved.name else FRUITLESS  # no ledger entry: any checkpoint counts as progress
+    vain = fruitless_starts(entries, saved, began.text("recipe"))
+    # Earlier starts count if they stopped in time with exit code 75: they had a chance to save.
+    stopped = {
+        (entry.job, entry.number("restart"))
+        for entry in entries
+        if entry.event == ENDED and entry.number("code") == REQUEUE
+    }
+    # The last entry is the current start, whose end is not yet recorded.
+    return sum((entry.job, entry.number("restart")) in stopped for entry in vain[:-1]) + len(vain[-1:])
+
+
+def _why_not_requeued(ledger_job: LedgerJob | None, vain: int, saved: NewestCheckpoint, code: int) -> str:
+    if code == OK:
+        return "the job is complete"
+    if code != REQUEUE:
+        return f"the job ended with exit code {code}, and only exit code {REQUEUE} starts a job again"
+    if ledger_job is not None and ledger_job.is_cancelled:
+        return f"saved {saved.name or 'nothing'}; not started again: the job was cancelled"
+    if vain >= FRUITLESS:
+        return f"not started again: {vain} consecutive starts made no new checkpoint ({saved.name or 'none exists'})"
+    return ""

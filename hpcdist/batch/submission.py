@@ -1,4 +1,4 @@
-"""Render the script of a job, write it to the run directory, submit it, and record it in the ledger.
+"""Render the script of a job, write it to the run directory, submit it, and record it in the journal of the run.
 
 Templates run in a Jinja sandbox, because site profiles may replace blocks.
 """
@@ -21,8 +21,8 @@ from hpcdist.batch import job as batch_job
 from hpcdist.batch import ledger
 from hpcdist.batch.job import BatchJob, walltime_s
 from hpcdist.batch.schedulers.base import FINAL_STATES, SchedulerState
-from hpcdist.batch.sites.profile import VARIABLE_NAME, SiteProfile
-from hpcdist.constants import JOBS_FILE
+from hpcdist.batch.site_profile import VARIABLE_NAME, SiteProfile
+from hpcdist.comm.record.run_journal import JOURNAL_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
 from hpcdist.reporting import template as template_files
@@ -192,9 +192,9 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
     """
     # Each job is recorded in its run directory before the next job is submitted.
     if site.scheduler.kind == "slurm":
-        from hpcdist.batch.schedulers.slurm import submit
+        from hpcdist.batch.schedulers import slurm
 
-        submit.check_folder(folder)
+        slurm.check_folder(folder)
     submitted: list[SubmittedJob] = []
     ledger.register_run(links[0][0].run_dir)
     for job, text in links:
@@ -229,14 +229,14 @@ def exclusive(run_dir: Path) -> Iterator[None]:
     """Lock ``run_dir`` in a ``with`` block, so that no other process submits a job for it. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(run_dir / JOBS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        fd = os.open(run_dir / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise StorageError(
-            f"{run_dir / JOBS_FILE} cannot be written: {error.strerror}; choose another --out"
+            f"{run_dir / JOURNAL_FILE} cannot be written: {error.strerror}; choose another --out"
         ) from error
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)  # on the ledger itself: no lock file remains
+            fcntl.flock(fd, fcntl.LOCK_EX)  # on the journal itself: no lock file remains
         yield
     finally:
         os.close(fd)
@@ -260,11 +260,10 @@ def script_path(job: BatchJob, site: SiteProfile) -> Path:
 
 
 def _submit_one(job: BatchJob, text: str, site: SiteProfile, folder: Path, after: str | None) -> tuple[str, Path]:
-    from hpcdist.batch.schedulers import local, pbs
-    from hpcdist.batch.schedulers.slurm import submit
+    from hpcdist.batch.schedulers import local, pbs, slurm
 
     if site.scheduler.kind == "none":
         log = folder / f"hpcdist-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.out"  # the number is not yet known
         return local.submit(text, log, job.begin), log
-    number = submit.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
+    number = slurm.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
     return number, job.log(folder, number)

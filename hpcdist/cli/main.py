@@ -22,7 +22,7 @@ COMMANDS: Final = {
     "plan": ("hpcdist.cli.plan.group:command", "Predict time, memory and cost of a training before it is started."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
     "submit": ("hpcdist.cli.submit.command:command", "Submit the training of a recipe as a batch job."),
-    "jobs": ("hpcdist.cli.jobs.group:command", "Show, cancel and account for batch jobs, and read their logs."),
+    "jobs": ("hpcdist.cli.jobs:command", "Show, cancel and account for batch jobs, and read their logs."),
     "train": ("hpcdist.cli.train:train", "Train the model of a recipe."),
     "grow": ("hpcdist.cli.train:grow", "Add ranks to a running training."),
     "evaluate": ("hpcdist.cli.train:evaluate", "Print the validation loss of a trained model."),

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from hpcdist.batch.schedulers.slurm.allocation import SlurmAllocation
+from hpcdist.batch.schedulers.slurm_allocation import SlurmAllocation
 from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.common import COUNT, DIRECTORY
 from hpcdist.cli.main import COMMANDS

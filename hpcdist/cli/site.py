@@ -65,7 +65,7 @@ def modulefile(
     modulefiles, or with --output the paths of the written files.
     """
     from hpcdist import __version__
-    from hpcdist.batch.packaging import modulefile
+    from hpcdist.batch import modulefile
 
     if in_place and prefix is not None:
         raise UsageError("--in-place and --prefix exclude each other; choose one")
@@ -138,7 +138,7 @@ def wheelhouse(**order: Any) -> None:
     The pip of this Python downloads the wheels, with its settings (PIP_INDEX_URL, proxies). Environment markers that
     name a Python version are evaluated for this Python, even with --python-version.
     """
-    from hpcdist.batch.packaging import wheelhouse
+    from hpcdist.batch import wheelhouse
     from hpcdist.reporting.units import counted, format_bytes
 
     order["output"] = order["output"].absolute()
@@ -183,13 +183,13 @@ def profiles() -> None:
     Search order: $XDG_CONFIG_HOME/hpcdist/sites, the folders of $HPCDIST_SITE_PATH, /etc/hpcdist/sites, and the
     profiles shipped with hpcdist. If several profiles have the same name, the first is used.
     """
-    from hpcdist.batch.sites import search
+    from hpcdist.batch import site_search
 
-    paths, shipped = search.names(), search.shipped_folders()
+    paths, shipped = site_search.names(), site_search.shipped_folders()
     rows = []
     for name, path in sorted(paths.items()):
         try:
-            text = search.load(name).description or str(path)
+            text = site_search.load(name).description or str(path)
         except HpcdistError as error:  # a damaged profile does not keep the others from being listed
             text = f"cannot be used: {error}"
         if path.parent not in shipped:
@@ -203,9 +203,9 @@ def profiles() -> None:
 @json_option
 def show(named: str | None, as_json: bool) -> None:
     """Print all fields of a site profile. Without a name, print the profile that `hpcdist submit` would choose."""
-    from hpcdist.batch.sites import search
+    from hpcdist.batch import site_search
 
-    site = search.load_selected(named)
+    site = site_search.load_selected(named)
     if as_json:
         click.echo(json.dumps(jsonable(site)))
         return

@@ -101,17 +101,16 @@ def grow(run_dir: Path, ranks: int) -> None:
 def check_can_grow(run_dir: Path) -> None:
     """Raise ConfigurationError unless a running training in ``run_dir`` allows new ranks. Raises StorageError."""
     from hpcdist.checkpoint.lock import LOCK_FILE
-    from hpcdist.constants import RECIPE_FILE, STARTS_FILE
-    from hpcdist.training.run import start_record
+    from hpcdist.comm.record import run_journal
+    from hpcdist.constants import RECIPE_FILE
 
     if not (run_dir / RECIPE_FILE).exists():
         raise ConfigurationError(f"{run_dir} contains no run of hpcdist; give the training's --out directory")
-    record = run_dir / STARTS_FILE
     try:
-        starts = start_record.read_starts(record)
-    except (OSError, ValueError) as error:
+        starts = run_journal.starts(run_journal.read(run_dir))
+    except StorageError as error:
         raise StorageError(
-            f"{record} cannot be read, so it is unknown if the training accepts more ranks: {error}; stop the training "
+            f"{error}, so it is unknown if the training accepts more ranks; stop the training "
             f"(touch {run_dir}/stop), and restart it with more ranks"
         ) from error
     if not starts or starts[-1].end or not (run_dir / LOCK_FILE).exists():

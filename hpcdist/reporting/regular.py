@@ -10,7 +10,7 @@ import stat
 import struct
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -152,10 +152,17 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
     except (FileNotFoundError, NotADirectoryError):
         return
     for line in lines:
-        with suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                yield value
+        if (value := json_object(line)) is not None:
+            yield value
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """Parse the JSON object in ``line``, or return None if ``line`` holds no JSON object."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:

@@ -18,7 +18,7 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageErro
 from hpcdist.torch import launch, work
 from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
-from hpcdist.training.stopping import should_stop
+from hpcdist.training.run.stop_requests import should_stop
 
 __all__ = ["Group", "Options", "compress", "monitored_barrier", "should_stop"]
 

@@ -1,7 +1,7 @@
 """Training of a run: recipe, data, assembly, loop, observers and survival of rank failures.
 
-Floor 6: may import every package below, never `hpcdist.cli`. Sub-packages from the bottom: `recipe`, `data`, `chaos`,
-`build`, `observe`, `run`, `elastic`; above them `script`, `pytorch` and `use_cases`. Begin with `recipe.recipe.Recipe`
+Floor 6: may import every package below, never `hpcdist.cli`. Sub-packages from the bottom: `recipe`, `data`,
+`build`, `observe`, `run`; above them `script`, `pytorch` and `use_cases`. Begin with `recipe.recipe.Recipe`
 (settings) and `build.trainer.Trainer` (steps).
 
 Route of one gradient from `hpcdist train` to the network, and its update (zero1, ring algorithm):

@@ -118,7 +118,7 @@ class TrainedModel:
         # If no digest of the data is cached, only a few elements are compared.
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
-        if not source.made(self.scalars):
+        if not source.matches(self.scalars):
             raise DataError(
                 f"the run in {self.path} was trained on other data than {source.description}; "
                 "provide the data of that run"

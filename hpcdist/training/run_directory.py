@@ -10,7 +10,8 @@ from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
 from hpcdist.comm.communicator import Communicator
-from hpcdist.constants import JOBS_FILE, METRICS_FILE, RECIPE_FILE, STOP_FILE
+from hpcdist.comm.record.run_journal import JOURNAL_FILE, OLD_JOBS_FILE
+from hpcdist.constants import METRICS_FILE, RECIPE_FILE, STOP_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.training.recipe import recipe as recipes
@@ -120,10 +121,8 @@ def _has_begun(path: Path) -> bool:
 
 def _has_only_start_files(path: Path) -> bool:
     left = [entry.name for entry in path.iterdir() if not _JOB_FILE.fullmatch(entry.name)]
-    return all(
-        name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE, "recorder")
-        for name in left
-    )
+    expected = (JOURNAL_FILE, OLD_JOBS_FILE, STOP_FILE, "recorder")
+    return all(name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in expected for name in left)
 
 
 def _new_default_path(strategy: str) -> Path:

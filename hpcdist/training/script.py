@@ -56,7 +56,7 @@ SAMPLES: Final = "validation_samples"
 class Training:
     """Training run whose script calls each step. A context manager; all ranks must make the same calls.
 
-    ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. Keyword-only: ``out``: run directory. ``resume``:
+    ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. Keywords: ``out``: run directory. ``resume``:
     "auto" (from the newest checkpoint) or "never". ``time_limit_s``: seconds until the run saves and stops. Raises
     ConfigurationError if the recipe is invalid or does not fit ``model``.
     """
@@ -160,7 +160,7 @@ class Training:
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
         """Return a PyTorch DataLoader's ``batch_sampler``, which yields lists of this replica's sample indices. Local.
 
-        Each epoch has every sample of ``dataset`` once, in random order if keyword-only ``shuffle`` is True.
+        Each epoch has every sample of ``dataset`` once, in random order if the keyword ``shuffle`` is True.
         """
         # One list of indices per remaining step, which depends only on the run's seed.
         if self._trainer.shares is not None:

@@ -15,7 +15,7 @@ from harness import jobs
 from harness.jobs import LIMIT_S
 from hpcdist.batch import submission
 from hpcdist.batch.job import BatchJob
-from hpcdist.batch.sites.profile import SiteProfile
+from hpcdist.batch.site_profile import SiteProfile
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "golden"
 RECIPE = '[data]\npath = "/scratch/text"\n\n[run]\nsteps = 5\n'

@@ -33,15 +33,15 @@ from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.replica_check import explain_nonfinite
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training import run_directory
+from hpcdist.training.build import fault_injection
 from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.chaos import injection
-from hpcdist.training.elastic.job import ElasticJob
-from hpcdist.training.elastic.membership import Membership
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.elastic_job import ElasticJob
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.membership import Membership
 from hpcdist.training.run.stop_requests import StopRequests
 
 Keys = dict[str, Any]
@@ -430,10 +430,10 @@ def survive(
         dying.wait(LIMIT_S)
         raise RankDeath
 
-    before, injection.kill_process = injection.kill_process, die
+    before, fault_injection.kill_process = fault_injection.kill_process, die
     try:
         codes = run_threads(size + spares, body, deadline_s=LIMIT_S, fault_tolerant=True, ranks_per_node=ranks_per_node)
     finally:
-        injection.kill_process = before
+        fault_injection.kill_process = before
     assert {code for code in codes if code is not None} == {0}
     return step_metrics.read(out / "metrics.h5")

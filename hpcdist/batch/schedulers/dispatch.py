@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hpcdist.batch.schedulers import local
+from hpcdist.batch.schedulers import local, slurm
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.errors import MissingCapabilityError
 
 SLURM: Final = "slurm"
@@ -31,7 +30,7 @@ def scheduler_of(job: str) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return a dict from job id to `JobState`. The state is UNKNOWN if the scheduler does not answer."""
+    """Return {job id: `JobState`} for the ids ``jobs``. The state is UNKNOWN if the scheduler does not answer."""
     # A job with several tasks or components has the state of one of them: running before waiting before failed.
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
@@ -51,21 +50,24 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return (list of `JobState`, one per execution of the jobs with the ids ``jobs``; error text or "")."""
+    """Return a list with one `JobState` per execution of ``jobs`` from Slurm accounting, and an error text or ""."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"
     try:
-        return queue.accounted(slurm_jobs), ""
+        return slurm.accounted(slurm_jobs), ""
     except MissingCapabilityError as error:
         return [], str(error)
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Cancel ``jobs`` immediately. Raises MissingCapabilityError if their scheduler refuses or is missing."""
+    """Cancel the jobs with the ids ``jobs`` immediately.
+
+    Raises MissingCapabilityError if their scheduler refuses or is missing.
+    """
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if slurm_jobs:
-        queue.cancel(slurm_jobs)
+        slurm.cancel(slurm_jobs)
     for job in jobs:
         if scheduler_of(job) == PBS:
             from hpcdist.batch.schedulers import pbs
@@ -77,7 +79,7 @@ def cancel(jobs: Sequence[str]) -> None:
 
 def _slurm(jobs: list[str]) -> dict[str, list[JobState]]:
     try:
-        queued = queue.queued(jobs)
+        queued = slurm.queued(jobs)
     except MissingCapabilityError as error:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
     states_of = {job: _states_of_job(job, queued) for job in jobs}
@@ -89,7 +91,7 @@ def _slurm(jobs: list[str]) -> dict[str, list[JobState]]:
             states_of[job] = _states_of_job(job, latest) or [
                 JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("squeue", why))
             ]
-    named = queue.job_names(jobs)
+    named = slurm.job_names(jobs)
     return {job: [replace(state, name=named.get(state.id, "")) for state in parts] for job, parts in states_of.items()}
 
 

@@ -175,9 +175,9 @@ def _time_left(left_s: float, now: float) -> str:
 
 
 def _queued_s(job: str) -> float | None:
-    from hpcdist.batch.schedulers.slurm import queue
+    from hpcdist.batch.schedulers import slurm
 
     try:
-        return next((state.time_left_s for state in queue.queued([job])), None) if job else None
+        return next((state.time_left_s for state in slurm.queued([job])), None) if job else None
     except HpcdistError:
         return None

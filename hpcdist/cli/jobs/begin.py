@@ -1,6 +1,6 @@
 """`hpcdist jobs begin` and `end`: decide for a job script whether to train, and whether to requeue the job.
 
-Both run on the first node of a job, without MPI. `hpcdist.batch.requeue` contains the rules.
+Both run on the first node of a job, without MPI. `hpcdist.batch.ledger` contains the rules.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,14 @@ from typing import Final
 
 import click
 
-from hpcdist.batch import ledger, requeue
-from hpcdist.batch.requeue import NewestCheckpoint
-from hpcdist.batch.schedulers.slurm import allocation
+from hpcdist.batch import ledger
+from hpcdist.batch.ledger import NewestCheckpoint
+from hpcdist.batch.schedulers import slurm_allocation
 from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.cli.jobs import lookup
-from hpcdist.constants import FINISHED, JOBS_FILE, RECIPE_FILE, STOP_FILE
+from hpcdist.comm.record import run_journal
+from hpcdist.comm.record.run_journal import JournalEntry
+from hpcdist.constants import FINISHED, RECIPE_FILE, STOP_FILE
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
 from hpcdist.reporting import atomic, regular
 
@@ -27,7 +29,7 @@ _RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help
 
 
 def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
-    """Return name and write time of the newest complete checkpoint of the run in ``run_dir``. Local."""
+    """Return the newest complete checkpoint of the run in ``run_dir``. Local."""
     from hpcdist.cli.run import checkpoints
 
     return next((NewestCheckpoint(*item) for item in checkpoints(run_dir).items()), NewestCheckpoint())
@@ -50,7 +52,7 @@ def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
 def begin(
     run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_file: Path | None, program: str | None
 ) -> None:
-    """Record the start of a job in the job records of RUN_DIR. Print `go`, or `done` if the run has all its steps.
+    """Record the start of a job in the journal of RUN_DIR. Print `go`, or `done` if the run has all its steps.
 
     --restart: number of earlier requeues. Exits with code 78 if the last N starts made no new checkpoint, where N is
     --most-fruitless. The count restarts at 0 if the recipe changes, or if a --program (run instead of a recipe)
@@ -78,38 +80,38 @@ def begin(
         lookup.say(f"the run in {run_dir} has all its {recipe.run.steps} steps")
         click.echo(DONE)
         return
-    vain = requeue.fruitless_starts(entries, saved, digest)
+    vain = ledger.fruitless_starts(entries, saved, digest)
     if 0 < most_fruitless <= len(vain):
         _end(run_dir, job, restart, CONFIGURATION, saved, ledger.STOP)
         raise ConfigurationError(_refusal(run_dir, vain, saved))
     _forget_stop(run_dir, job)
     # Written before the training: if this start is killed, the next start finds an entry without an end.
-    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": requeue.node_count()}
+    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": ledger.node_count()}
     ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
     ledger.register_run(run_dir)
     click.echo(GO)
 
 
-def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
+def _entries(run_dir: Path) -> list[JournalEntry]:
     try:
         return ledger.read(run_dir)
     except StorageError as error:
         if not regular.is_damage(error):
             lookup.say(f"{error}; the file stays as it is, and the outcome of earlier jobs is unknown")
             return []
-        aside = atomic.set_aside(run_dir / JOBS_FILE)
+        aside = atomic.set_aside(run_dir / run_journal.JOURNAL_FILE)
         if aside is None:
             raise
         lookup.say(f"{error}; it was renamed to {aside.name}, and the outcome of earlier jobs is unknown")
         return []
 
 
-def _since_success(entries: list[ledger.LedgerEntry]) -> list[ledger.LedgerEntry]:
+def _since_success(entries: list[JournalEntry]) -> list[JournalEntry]:
     well = [index for index, entry in enumerate(entries) if entry.event == ledger.ENDED and entry.number("code") == OK]
     return entries[well[-1] + 1 :] if well else entries
 
 
-def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: NewestCheckpoint) -> str:
+def _refusal(run_dir: Path, vain: list[JournalEntry], saved: NewestCheckpoint) -> str:
     starts = ", ".join(dict.fromkeys(entry.job for entry in vain[-5:]))
     return (
         f"the last {len(vain)} starts of {run_dir} (job {starts}) began at {saved.name or 'step 0'} and made no new "
@@ -118,13 +120,11 @@ def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: NewestCheckpo
     )
 
 
-def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
-    from hpcdist.training.run import start_record
-
+def _has_ended_well(run_dir: Path, entries: list[JournalEntry]) -> bool:
     run_entries = [entry for entry in entries if entry.event in (ledger.BEGAN, ledger.ENDED)]
     if run_entries:
         return run_entries[-1].event == ledger.ENDED and run_entries[-1].number("code") == OK
-    starts = start_record.known_starts(run_dir)  # trained without jobs
+    starts = run_journal.known_starts(run_dir)  # trained without jobs
     return bool(starts) and starts[-1].end == FINISHED
 
 
@@ -147,7 +147,7 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 @click.option("--code", type=int, required=True, help="Exit code of the training.")
 @click.option("--preempted", is_flag=True, help="The scheduler has announced that it preempts this job.")
 def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
-    """Record the end of one start of a job in the job records of RUN_DIR. Print `again`, `stop` or `cancelled`.
+    """Record the end of one start of a job in the journal of RUN_DIR. Print `again`, `stop` or `cancelled`.
 
     `again` means that the job should be requeued. --code is the exit code of the training. After code 75 (training
     stopped before its last step), `again` is printed unless two consecutive starts made no new checkpoint.
@@ -158,13 +158,13 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     `cancelled` is printed if `hpcdist jobs cancel` stopped the training. `stop` is printed in all other cases.
     """
     saved = newest_checkpoint(run_dir)
-    entries: list[ledger.LedgerEntry] = []
+    entries: list[JournalEntry] = []
     try:
         entries = ledger.read(run_dir)
     except StorageError as error:
         lookup.say(f"warning: {error}")
-    verdict = requeue.decide(
-        entries, job, restart, code, saved, preempted=preempted, lost_nodes=lambda: allocation.lost_nodes()[0]
+    verdict = ledger.decide(
+        entries, job, restart, code, saved, preempted=preempted, lost_nodes=lambda: slurm_allocation.lost_nodes()[0]
     )
     try:
         _end(run_dir, job, restart, code, saved, verdict.word, verdict.lost)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers import dispatch, slurm
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.lookup import LocatedJob, printable
 from hpcdist.constants import STOP_FILE
@@ -118,7 +117,7 @@ def _ask_to_save(job: LocatedJob) -> None:
     # First the ledger entry that prevents another start: the job script reads it when the training has ended.
     ledger.record(job.run_dir, ledger.CANCELLED, job=job.id, how=ledger.SAVE)
     if dispatch.scheduler_of(job.id) == dispatch.SLURM:
-        refused = queue.forbid_requeue(job.id)
+        refused = slurm.forbid_requeue(job.id)
         if refused:
             lookup.say(f"warning: Slurm may start job {job.id} again if its node fails: {printable(refused)}")
     path = job.run_dir / STOP_FILE

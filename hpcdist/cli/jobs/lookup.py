@@ -1,6 +1,6 @@
 """Find jobs by the words of a command line (job number or run directory), and print their texts safely.
 
-A run directory selects its jobs by its ledger; a job number may also be known to the scheduler only.
+A run directory selects its jobs by its journal; a job number may also be known to the scheduler only.
 """
 
 import os
@@ -14,7 +14,8 @@ import click
 
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import dispatch
-from hpcdist.constants import JOBS_FILE, RECIPE_FILE
+from hpcdist.comm.record.run_journal import JOURNAL_FILE, JournalEntry
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
 
@@ -26,7 +27,7 @@ _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True)
 class LocatedJob:
-    """A batch job. ``entered``: the job's records in its run directory, or None if there are no records.
+    """A batch job. ``entered``: the job's entries in the journal of its run, or None if there are no entries.
 
     ``later``: numbers of the jobs in the same chain that wait for this job to end.
     """
@@ -37,7 +38,7 @@ class LocatedJob:
     later: tuple[str, ...] = ()
 
     def text(self, name: str) -> str:
-        """Return the newest value of the field ``name`` in the job's records, or "" if no record has the field."""
+        """Return the newest text of the key ``name`` in the job's journal entries, or "" if no entry has the key."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
@@ -51,7 +52,7 @@ class LocatedJob:
 
 
 def all_jobs() -> list[LocatedJob]:
-    """Return the jobs of this user's registered runs. A run with an unreadable ledger is skipped, with a warning."""
+    """Return the jobs of this user's registered runs. A run with an unreadable journal is skipped, with a warning."""
     return [job for run_dir in ledger.registered_runs() for job in _of_run(run_dir)]
 
 
@@ -101,7 +102,7 @@ def _by_directory(word: str) -> list[LocatedJob]:
     jobs = _jobs(run_dir, ledger.read(run_dir))
     if not jobs:
         raise ConfigurationError(
-            f"{printable(word)} contains no {JOBS_FILE}: no job was submitted for it; "
+            f"{printable(word)} contains no {JOURNAL_FILE} with jobs: no job was submitted for it; "
             "give the --out directory of a submission"
         )
     return jobs
@@ -115,7 +116,7 @@ def _of_run(run_dir: Path) -> list[LocatedJob]:
         return []
 
 
-def _jobs(run_dir: Path, entries: list[ledger.LedgerEntry]) -> list[LocatedJob]:
+def _jobs(run_dir: Path, entries: list[JournalEntry]) -> list[LocatedJob]:
     jobs = ledger.jobs(entries)
     return [LocatedJob(job, run_dir, entered, tuple(ledger.later_links(jobs, job))) for job, entered in jobs.items()]
 

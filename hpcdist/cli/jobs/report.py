@@ -1,7 +1,7 @@
 """`hpcdist jobs report`: steps, time, restarts, energy and lost work of jobs.
 
-A start of a job is a `began` entry in the job ledger. During a start, the training may start several times;
-``starts.json`` records these.
+A start of a job is a `began` entry in the journal of the run. During a start of a job, the training may start several
+times; each start of the training is a `start` entry.
 """
 
 import json
@@ -11,24 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers import dispatch, slurm_energy
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import energy as slurm_energy
 from hpcdist.cli.common import json_option
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
 from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, LocatedJob, duration, printable
-from hpcdist.cli.jobs.status import by_ledger
+from hpcdist.cli.jobs.show import by_ledger
+from hpcdist.comm.record import run_journal
+from hpcdist.comm.record.run_journal import HEARTBEAT_S, JournalEntry, StartEntry
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, ConfigurationError
 from hpcdist.reporting.units import counted
-
-if TYPE_CHECKING:  # late at run time: --help must not load it
-    from hpcdist.training.run.start_record import StartEntry
 
 CLOCK_SLACK: Final = timedelta(seconds=1)  # tolerated clock difference of two processes
 _LATEST_S: Final = 1 << 33  # largest plausible time, in seconds since 1970
@@ -51,33 +49,35 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time interval from one job start of a run to the next. ``place``: index of the start in the job records."""
+    """Time interval from one job start of a run to the next. ``number``: index of the start's entry in the ledger."""
 
-    place: int
+    number: int
     job: str
     first: datetime
     last: datetime
 
-    def has(self, training: "StartEntry") -> bool:
-        """Return True if ``training``, an execution of the training program, began in this time interval."""
+    def has(self, training: StartEntry) -> bool:
+        """Return True if the start ``training`` of the training began in this time interval."""
         return self.first - CLOCK_SLACK <= _utc(training.began) < self.last
 
 
-def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
-    """Return a `StartWindow` for each job start in ``entries``, the records of a run's batch jobs."""
-    started = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
+def start_windows(entries: Sequence[JournalEntry]) -> list[StartWindow]:
+    """Return a `StartWindow` for each job start. ``entries``: the ledger of the run, from `ledger.read`."""
+    started = [(number, entry) for number, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
-    return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(started, ends, strict=False)]
+    return [
+        StartWindow(number, entry.job, entry.time, end) for (number, entry), end in zip(started, ends, strict=False)
+    ]
 
 
 def _job_start(
-    entries: Sequence[ledger.LedgerEntry],
+    entries: Sequence[JournalEntry],
     window: StartWindow,
     live: dict[str, JobState],
-    trainings: Sequence["StartEntry"],
+    trainings: Sequence[StartEntry],
 ) -> JobStart:
-    entry, state = entries[window.place], live.get(window.job)
-    later = [other for other in entries[window.place + 1 :] if other.job == window.job]
+    entry, state = entries[window.number], live.get(window.job)
+    later = [other for other in entries[window.number + 1 :] if other.job == window.job]
     ending = next((other for other in later if other.event in (ledger.BEGAN, ledger.ENDED)), None)
     end = ending if ending is not None and ending.event == ledger.ENDED else None
     seen = [_utc(training.seen) for training in trainings if window.has(training)]
@@ -97,10 +97,10 @@ def _job_start(
     )
 
 
-def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[datetime]:
-    """Return the sorted times at which checkpoints of the run were written. Local.
+def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]:
+    """Return the sorted write times of the checkpoints in ``run_dir``. ``entries`` adds removed checkpoints. Local.
 
-    The times come from the checkpoints in ``run_dir`` and from ``entries``, the records of the run's batch jobs.
+    ``entries``: the ledger of the run, from `ledger.read`.
     """
     from hpcdist.cli.run import checkpoints
 
@@ -108,24 +108,23 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
     return sorted(_utc(ns / 1e9) for ns in {*mentioned, *checkpoints(run_dir).values()})
 
 
-def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
+def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
     """Return the seconds from last checkpoint to last heartbeat, summed over the failed ``trainings``.
 
-    ``trainings``: executions of the training program. Only executions that began in a time interval of ``within``
-    count. ``saved``: times of checkpoints.
+    Only trainings that began in one of ``windows`` count. ``saved``: write times of the checkpoints.
     """
     # Removed checkpoints make the result an upper bound.
     seconds = 0.0
     for training in trainings:
-        if not training.end and any(window.has(training) for window in within):
+        if not training.end and any(window.has(training) for window in windows):
             began, seen = _utc(training.began), _utc(training.seen)
             saves = [moment for moment in saved if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
             seconds += max(0.0, (seen - max([began, *saves])).total_seconds())
     return seconds
 
 
-def is_running(entries: Sequence[ledger.LedgerEntry]) -> bool:
-    """Return True if the newest start in ``entries``, the run's job records, has no `ended` record."""
+def is_running(entries: Sequence[JournalEntry]) -> bool:
+    """Return True if the newest start in ``entries``, the ledger of the run, has no `ended` entry."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN
 
@@ -140,7 +139,7 @@ def _utc(seconds: float) -> datetime:
 def report(word: str, as_json: bool) -> None:
     """Report on a job, or on all jobs of a run: outcome, time, node hours, restarts, steps, energy, lost work.
 
-    Times and energy come from Slurm accounting if enabled; otherwise times are from the run's job records. The energy
+    Times and energy come from Slurm accounting if enabled; otherwise times are from the journal of the run. The energy
     is known once the job is over. It covers whole nodes, also if other jobs ran on them.
 
     --json prints one object: jobs, each with job, state, reason, exit_code and restarts; run_dir, starts,
@@ -171,7 +170,7 @@ def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
             "give the directory of its run instead"
         )
     entries = [] if run_dir is None else ledger.read(run_dir)
-    trainings = [] if run_dir is None else _trainings(run_dir)
+    trainings = [] if run_dir is None else run_journal.known_starts(run_dir)
     windows = [window for window in start_windows(entries) if window.job in ids]
     begun = [_job_start(entries, window, states, trainings) for window in windows]
     return {
@@ -248,21 +247,12 @@ def _energy(
     return {"energy_j": energy.known, "energy_reason": reason or None}
 
 
-def _trainings(run_dir: Path) -> "list[StartEntry]":
-    from hpcdist.training.run import start_record
-
-    starts = start_record.known_starts(run_dir)  # a user may have edited the times
-    return [start for start in starts if 0 <= start.began < _LATEST_S and 0 <= start.seen < _LATEST_S]
-
-
 def _lost(
     run_dir: Path | None,
-    entries: Sequence[ledger.LedgerEntry],
+    entries: Sequence[JournalEntry],
     windows: Sequence[StartWindow],
-    trainings: "Sequence[StartEntry]",
+    trainings: Sequence[StartEntry],
 ) -> dict[str, Any]:
-    from hpcdist.training.run.start_record import HEARTBEAT_S
-
     if run_dir is None or not windows:
         return {"lost_s": None, "lost_reason": "no ledger has starts of these jobs"}
     if not trainings:

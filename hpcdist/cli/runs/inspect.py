@@ -65,7 +65,7 @@ def _run_row(path: Path) -> dict[str, Any]:
 
 def _state(path: Path) -> str:
     from hpcdist.checkpoint.lock import LOCK_FILE, is_held
-    from hpcdist.training.run.start_record import known_starts
+    from hpcdist.comm.record.run_journal import known_starts
 
     if is_held(path):
         return RUNNING

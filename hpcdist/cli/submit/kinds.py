@@ -19,7 +19,7 @@ from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.batch.array import ServersJob
-    from hpcdist.batch.sites.profile import SiteProfile
+    from hpcdist.batch.site_profile import SiteProfile
     from hpcdist.bench.sweep.definition import Sweep, SweepTrial
     from hpcdist.training.use_cases.batch_job import PlannedJob
 
@@ -109,9 +109,9 @@ def _flag(name: str) -> str:
 
 
 def _site(options: Mapping[str, Any], flag: str) -> "SiteProfile":
-    from hpcdist.batch.sites import search
+    from hpcdist.batch import site_search
 
-    site = search.load_selected(options["site"])
+    site = site_search.load_selected(options["site"])
     if site.scheduler.kind != "slurm":
         raise ConfigurationError(
             f"{flag} needs Slurm, but the scheduler of the site {site.name} is {site.scheduler.kind!r}; run `hpcdist "
@@ -137,13 +137,13 @@ def _refuse_what_trainings_have(
 
 
 def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tuple[Sweep, list[SweepTrial], str]":
-    from hpcdist.batch.sites import search
+    from hpcdist.batch import site_search
     from hpcdist.bench.sweep import definition
     from hpcdist.cli.bench.trials import SweepRecipes
 
     environment = dict(os.environ)
     if options["site"]:
-        environment[search.VARIABLE] = str(search.path_of(options["site"]).absolute())
+        environment[site_search.VARIABLE] = str(site_search.path_of(options["site"]).absolute())
     sweep = definition.read(path)
     trials = definition.expand(sweep, SweepRecipes(sweep, environment))
     return sweep, trials, definition.freeze(trials, sweep.repeats)
@@ -281,7 +281,7 @@ def _check_servers(job: "ServersJob") -> None:
 
 
 def _check_nodes_of_servers(job: "ServersJob", site: "SiteProfile") -> None:
-    from hpcdist.batch.sites import search
+    from hpcdist.batch import site_search
 
     workers = {item.name: getattr(job, item.name) for item in fields(BatchJob)}
     servers = BatchJob(
@@ -293,4 +293,4 @@ def _check_nodes_of_servers(job: "ServersJob", site: "SiteProfile") -> None:
             "partition": job.server_partition or job.partition,
         }
     )
-    search.check(servers, site)
+    site_search.check(servers, site)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from hpcdist.comm.launch.supervisor import LaunchOutcome
+from hpcdist.comm.record.run_journal import FRUITLESS
 from hpcdist.errors import CONFIGURATION, INTERRUPTED, MISSING_CAPABILITY, OK, REQUEUE, USAGE
 
 # Exit codes without a further start: it would end in the same way, or 75 leaves the start to the scheduler.
 FINAL_CODES: Final = (OK, USAGE, MISSING_CAPABILITY, REQUEUE, CONFIGURATION, INTERRUPTED)
-FRUITLESS: Final = 2  # starts in a row without a new checkpoint
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
 

@@ -81,7 +81,8 @@ def make_page(data: RunData) -> str:
             for c in data.external.checkpoints
         ],
         events=[("" if e.step is None else f"{e.step:,}", e.time, e.kind, e.text) for e in data.events],
-        jobs=[(_moment(job.time), job.job, job.event, ", ".join(_words(job.values))) for job in data.state.jobs],
+        jobs=[(f"{job.time:%Y-%m-%d %H:%M:%S}", job.job, job.event, ", ".join(_words(job.values)))
+              for job in data.state.jobs],
         changed=[row for row in settings if row[1] != row[2]],
         unchanged=[row[:2] for row in settings if row[1] == row[2]],
         environment=[

@@ -1,7 +1,7 @@
 """History of a run: its starts and their ends, its jobs, the last records of its ranks, and its incidents."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,28 +9,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm.record import flight_recorder
-from hpcdist.constants import FINISHED, JOBS_FILE, NS_PER_S, STARTS_FILE, STOPPED
+from hpcdist.comm.record import flight_recorder, run_journal
+from hpcdist.comm.record.run_journal import HEARTBEAT_S, JournalEntry, StartEntry
+from hpcdist.constants import FINISHED, NS_PER_S, STOPPED
+from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.units import counted, format_duration, format_time
 from hpcdist.telemetry.metrics.side_tables import SampledMetrics
 
-ALIVE_NS: Final = 60 * NS_PER_S  # the heartbeat interval is ten seconds
-MAX_FILE_BYTES: Final = 4 << 20  # largest text file that is read
+ALIVE_NS: Final = 6 * int(HEARTBEAT_S) * NS_PER_S
 RUNNING: Final = "under way"
 FAILED: Final = "failed"
 KILLED: Final = "ended without a message"
 UNKNOWN: Final = "not known"
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """One start of a run. ``began``, ``seen`` (last heartbeat): seconds since 1970. ``end``: how it ended, or ""."""
-
-    began: float
-    seen: float
-    end: str
-    deaths: int
 
 
 @dataclass(frozen=True)
@@ -44,24 +35,14 @@ class LastRecord:
 
 
 @dataclass(frozen=True)
-class JobEntry:
-    """An event of a batch job of the run, read from a file of the run directory."""
-
-    time: str
-    event: str
-    job: str
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class RunState:
     """State of the run. ``kind``: a constant such as RUNNING or FINISHED. ``detail``: an explanation, or ""."""
 
     kind: str
     detail: str
-    starts: Sequence[RunStart]
+    starts: Sequence[StartEntry]
     words: Sequence[LastRecord]
-    jobs: Sequence[JobEntry]
+    jobs: Sequence[JournalEntry]
     world: int
 
     @property
@@ -77,24 +58,27 @@ class RunState:
     @property
     def requeues(self) -> int:
         """Number of jobs that the scheduler restarted."""
-        return sum(job.event == "began" and (job.values.get("restart") or 0) > 0 for job in self.jobs)
+        return sum(job.event == "began" and (job.number("restart") or 0) > 0 for job in self.jobs)
 
 
 def read_state(run_dir: Path, now_ns: int) -> RunState:
-    """Return the state of the run in ``run_dir`` at the time ``now_ns``. Unreadable files are skipped."""
-    starts, jobs = _read_starts(run_dir / STARTS_FILE), _read_jobs(run_dir / JOBS_FILE)
+    """Return the state of the run in ``run_dir`` at time ``now_ns``. Reads small files, skips unreadable ones."""
+    entries: list[JournalEntry] = []
+    with suppress(StorageError):
+        entries = run_journal.read(run_dir)
+    starts, jobs = run_journal.starts(entries), [entry for entry in entries if entry.job]
     words, world, gone = _last_records(run_dir / "recorder")
     kind, detail = _verdict(starts, words, now_ns, gone)
     return RunState(kind, detail, starts, words, jobs, world)
 
 
-def _verdict(starts: Sequence[RunStart], words: Sequence[LastRecord], now_ns: int, gone: bool) -> tuple[str, str]:
+def _verdict(starts: Sequence[StartEntry], words: Sequence[LastRecord], now_ns: int, gone: bool) -> tuple[str, str]:
     bad = sorted((word for word in words if word.kind in ("raised", "deadline")), key=lambda word: word.time_ns)
     cause = f"rank {bad[0].rank} {bad[0].kind} {bad[0].text}" if bad else ""
     if not starts:
         return (FAILED, cause) if bad else (UNKNOWN, "its directory does not say how it ended")
     last = starts[-1]
-    if last.end == "finished":
+    if last.end == FINISHED:
         return FINISHED, ""
     if last.end:
         return STOPPED, "saved, and stopped by a request or the end of the job; a resume goes on with it"
@@ -106,27 +90,6 @@ def _verdict(starts: Sequence[RunStart], words: Sequence[LastRecord], now_ns: in
         KILLED,
         f"the last sign of life was at {format_time(last.seen)}: killed from outside, out of memory or a lost node",
     )
-
-
-def _read_starts(path: Path) -> list[RunStart]:
-    content = regular.json_or_none(path, MAX_FILE_BYTES)
-    starts = []
-    for row in content if isinstance(content, list) else ():
-        values = row if isinstance(row, dict) else {}
-        began, seen, deaths = (values.get(name) for name in ("began", "seen", "deaths"))
-        if isinstance(began, int | float) and isinstance(seen, int | float):
-            starts.append(RunStart(began, seen, str(row.get("end") or ""), deaths if isinstance(deaths, int) else 0))
-    return starts
-
-
-def _read_jobs(path: Path) -> list[JobEntry]:
-    entries = []
-    with suppress(OSError):
-        for row in regular.json_objects(path):
-            fields = [text for name in ("time", "event", "job") if isinstance(text := row.pop(name, None), str)]
-            if len(fields) == 3:
-                entries.append(JobEntry(fields[0], fields[1], fields[2], row))
-    return entries
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.constants import METRICS_FILE, RECIPE_FILE, STARTS_FILE
+from hpcdist.constants import METRICS_FILE, RECIPE_FILE
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import side_tables, step_metrics
@@ -21,7 +21,7 @@ from hpcdist.telemetry.page import energy_data, history
 from hpcdist.telemetry.page.energy_data import EnergyCurves, RunEnergy, StepSpans, UtilisationCurves
 from hpcdist.telemetry.page.history import Incident, RunState
 
-RUN_FILES: Final = (METRICS_FILE, RECIPE_FILE, "recorder", STARTS_FILE)  # any of them marks a run directory
+RUN_FILES: Final = (METRICS_FILE, RECIPE_FILE, "recorder")  # any of them marks a run directory
 NO_FILE: Final = "no step was completed: the run ended, or is, before its first one"
 NO_ROWS: Final = "no step was completed yet"
 NO_CHECKPOINT: Final = "the run has no checkpoint yet"

@@ -44,14 +44,13 @@ from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.training import data
 from hpcdist.training.build import pipeline, state
 from hpcdist.training.build import selection as build_selection
+from hpcdist.training.build.fault_injection import FaultInjector, FaultPlan, Slowdown
 from hpcdist.training.build.selection import AlgorithmSelection, resolve_algorithm
 from hpcdist.training.build.state_source import CheckpointSource, StateSource
 from hpcdist.training.build.trainer import Trainer, microbatches_of
-from hpcdist.training.chaos.injection import FaultInjector, FaultPlan, Slowdown
 from hpcdist.training.observe.instrumentation import NvtxRanges
-from hpcdist.training.observe.noise_scale import NoiseMeter
-from hpcdist.training.observe.router_meter import RouterMeter
 from hpcdist.training.observe.sdc_check import SdcCheck
+from hpcdist.training.observe.step_meters import NoiseMeter, RouterMeter
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.recipe.requirements import grid_and_roles
 

@@ -107,7 +107,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
         raise StorageError(
             f"{origin} lacks {', '.join(lacking)}, so {origin} is not a checkpoint of hpcdist; use another checkpoint"
         )
-    if not trainer.source.made(resumed):
+    if not trainer.source.matches(resumed):
         raise DataError(
             f"{origin} was written by a run on other data than {trainer.source.description}; "
             "provide the data of that run, or start a new run"

@@ -23,12 +23,11 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.strategies.schedule.step import ProfilerRanges
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.training import data
+from hpcdist.training.build.fault_injection import FaultPlan
 from hpcdist.training.build.selection import AlgorithmSelection
-from hpcdist.training.chaos.injection import FaultPlan
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.data.samples import FilledSamples
-from hpcdist.training.observe.noise_scale import NoiseMeter
-from hpcdist.training.observe.router_meter import RouterMeter
+from hpcdist.training.observe.step_meters import NoiseMeter, RouterMeter
 from hpcdist.training.recipe.recipe import Recipe
 
 

@@ -93,7 +93,7 @@ class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
     ``start``: offset of the first document. ``ends``: end offsets of all documents. Too long documents raise DataError,
-    or are split with keyword-only ``cut``.
+    or are split if the keyword ``cut`` is True.
     """
 
     # With ``predicting``, targets are the next tokens, and a document of n tokens takes n - 1 positions. With ``cut``,
@@ -139,7 +139,7 @@ class PackedSamples:
     def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
         """Return the mean numbers of query-key pairs per packed sample, of tokens in the same document.
 
-        Keyword-only ``causal`` and ``window`` (0: no window) describe the attention mask.
+        The keywords ``causal`` and ``window`` (0: no window) describe the attention mask.
         """
         lengths, counts = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
         every = seen = 0

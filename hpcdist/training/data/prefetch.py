@@ -91,7 +91,7 @@ class ReadAhead(Generic[T]):
 def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
     """Return this replica's range of samples in global batch number ``batch``. ``shares`` None: equal parts. Local."""
     if shares is not None:
-        return shares.own(batch, data_axis.rank)
+        return shares.range_of(batch, data_axis.rank)
     size = recipe.run.batches.size(batch)
     parts = recipe.run.logical_shards or size  # a logical shard is not split: its sum is a leaf of the fixed tree
     unit, units = size // parts, even_part(parts, data_axis.size, data_axis.rank)

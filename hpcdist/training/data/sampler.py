@@ -92,7 +92,7 @@ class SampleOrder:
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return the sample indices at ``count`` positions of ``epoch``, from ``start`` on, and a random integer.
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer.
 
         The integer is the same in the whole epoch. Callers use it to shift the sample boundaries.
         """
@@ -146,7 +146,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return the sample indices at ``count`` positions of ``epoch`` from ``start`` on, and a shift in tokens."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a shift in tokens."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -212,7 +212,7 @@ class SampleShares:
         """Return a tuple with the number of samples of every replica in batch number ``batch``."""
         return next(sizes for first, sizes in reversed(self._sizes) if first <= batch)
 
-    def own(self, batch: int, replica: int) -> Range:
+    def range_of(self, batch: int, replica: int) -> Range:
         """Return the range of samples that ``replica`` computes in batch number ``batch``."""
         sizes = self.of(batch)
         start = sum(sizes[:replica])
@@ -234,7 +234,7 @@ class SampleShares:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return the state from ``batch`` on, for a checkpoint: pairs [first batch, samples of each replica]."""
+        """Return the state to save in a checkpoint: pairs [first batch, samples of each replica] from ``batch`` on."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 

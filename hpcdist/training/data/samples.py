@@ -240,7 +240,7 @@ class NextTokenSamples:
 class TableRows:
     """Samples that are rows ``start`` to ``stop - 1`` of the table ``x``, with classes ``y``.
 
-    If keyword-only ``shaped`` is True, rows keep their dimensions. Otherwise they are flattened.
+    If the keyword ``shaped`` is True, rows keep their dimensions. Otherwise they are flattened.
     """
 
     shifts = 1

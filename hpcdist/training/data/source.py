@@ -197,8 +197,8 @@ class Source:
     targets: float | None = None  # packed training samples: mean number of targets
     documents: DocumentPairs | None = None  # packed training samples: pairs of attention
 
-    def made(self, scalars: Mapping[str, Any]) -> bool:
-        """Return True if this data is the training data of a checkpoint. ``scalars``: the checkpoint's scalars."""
+    def matches(self, scalars: Mapping[str, Any]) -> bool:
+        """Return True if a checkpoint was trained on this data. ``scalars``: the scalars of the checkpoint."""
         stored = scalars.get("data_digest")
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
@@ -216,7 +216,7 @@ class Source:
     def targets_in(self, targets: Array, per_sample: float) -> float:
         """Return the number of targets over which the loss of a batch is averaged.
 
-        ``targets``: targets of the batch. ``per_sample``: targets of a sample.
+        ``targets``: targets of the batch. ``per_sample``: number of targets per sample.
         """
         # In packed samples, targets that are `IGNORED` do not count.
         if self.padding is None:

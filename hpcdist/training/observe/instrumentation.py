@@ -180,13 +180,13 @@ class StepLog:
             rank=verdict.ranks[0] if verdict.ranks else -1,
         )
 
-    def shares(self, done: int, first: int) -> None:
-        """Write the planned numbers of samples per replica after step ``done`` to the metrics file.
+    def shares(self, done: int, *, only_last: bool) -> None:
+        """Write the numbers of samples per replica that are planned after step ``done`` to the metrics file.
 
-        ``first``: 0 writes all planned changes, -1 only the last one.
+        With the keyword ``only_last``, only the last planned change is written.
         """
         if self._trainer.shares is not None:
-            for batch, samples in self._trainer.shares.state(done)[first:]:
+            for batch, samples in self._trainer.shares.state(done)[-1 if only_last else 0 :]:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
 
 

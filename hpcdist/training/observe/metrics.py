@@ -170,16 +170,8 @@ class AsyncRunMetrics(RunMetrics):
     # The loss in the row is the mean over the workers.
     # `serve` sends rows to rank 0. Rank 0 drops rows more than `MOST_LEAD_STEPS` steps ahead of the slowest worker.
     # Only `flush` writes energy samples.
-    def __init__(
-        self,
-        comm: Communicator,
-        path: Path,
-        resume_step: int | None,
-        attributes: Mapping[str, float | str],
-        energy: EnergyRecorder,
-        streaming: EventPublisher,
-    ) -> None:
-        super().__init__(comm, path, resume_step, attributes, energy, streaming)
+    def __init__(self, comm: Communicator, *of_file: Any) -> None:
+        super().__init__(comm, *of_file)
         self._channel = comm.dup("rows")
         self._under_way: list[Request] = []
         self._messages = 0  # messages sent by this rank since the start

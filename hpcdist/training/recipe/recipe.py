@@ -27,8 +27,8 @@ from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.training.chaos.config import ChaosConfig
 from hpcdist.training.recipe import settings
+from hpcdist.training.recipe.chaos_config import ChaosConfig
 from hpcdist.training.recipe.config import DataConfig, PrecisionConfig, RunConfig, SurvivalConfig
 
 DEFAULT: Final = "default"

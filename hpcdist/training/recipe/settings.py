@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcdist.batch.sites import search
+from hpcdist.batch import site_search
 from hpcdist.constants import SETTINGS_PREFIX
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
@@ -30,10 +30,10 @@ class Settings:
 
 def site(environment: Mapping[str, str], keys: Keys) -> Settings | None:
     """Return the settings of the site profile named by HPCDIST_SITE, or None if unset. ``keys``: all recipe keys."""
-    named = environment.get(search.VARIABLE)
+    named = environment.get(site_search.VARIABLE)
     if not named:
         return None
-    tree, path = search.recipe_of(named, environment)
+    tree, path = site_search.recipe_of(named, environment)
     return table(tree, f"site profile {path}", keys, path.parent)
 
 
@@ -59,14 +59,14 @@ def file(path: Path, what: str, keys: Keys) -> Settings:
     return table(regular.settings(path, what), f"{what} {path}", keys, path.parent)
 
 
-def table(tree: Mapping[str, Any], place: str, keys: Keys, base: Path) -> Settings:
+def table(tree: Mapping[str, Any], source: str, keys: Keys, base: Path) -> Settings:
     """Return the settings in the nested dict ``tree``. ``keys``: all recipe keys.
 
-    ``place``: origin of ``tree``, for error messages. ``base``: folder to which paths are relative.
+    ``source``: origin of ``tree``, for error messages. ``base``: folder to which paths are relative.
     """
     settings = Settings()
     for key, value in _flattened(tree, keys):
-        _add_setting(settings, key, value, place, keys, base)
+        _add_setting(settings, key, value, source, keys, base)
     return settings
 
 
@@ -103,15 +103,15 @@ def _flattened(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> Iterato
             yield key, value
 
 
-def _add_setting(settings: Settings, key: str, value: Any, place: str, keys: Keys, base: Path) -> None:
+def _add_setting(settings: Settings, key: str, value: Any, source: str, keys: Keys, base: Path) -> None:
     if key not in keys:
         if any(other.startswith(key + ".") for other in keys):
             raise ConfigurationError(
-                f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value"
+                f"{key} = {value!r} in {source}: [{key}] is a section with keys of its own, not a value"
             )
-        raise ConfigurationError(f"unknown key {key!r} in {place}; {suggestion(key, keys)}")
-    settings.values[key] = keys[key].convert(value, key, place, base)
-    settings.origin[key] = place
+        raise ConfigurationError(f"unknown key {key!r} in {source}; {suggestion(key, keys)}")
+    settings.values[key] = keys[key].convert(value, key, source, base)
+    settings.origin[key] = source
 
 
 def _parse(key: str, text: str, keys: Keys) -> Any:

@@ -1,5 +1,5 @@
-"""Training loops, saving, stop requests, the job around them, and its summary.
+"""Training loops, saving, stop requests, the job around them, its summary, and jobs that survive rank failures.
 
-May import `build`, `observe`, `data`, `recipe` and `chaos`; `entry_point` also imports `elastic`. Begin with
-`job.TrainingJob` and `loop.TrainingLoop`.
+May import `build`, `observe`, `data` and `recipe`. Begin with `job.TrainingJob` and `loop.TrainingLoop`, or, for
+`hpcdist run --survive`, with `elastic_job.ElasticJob` and `membership.Membership`.
 """

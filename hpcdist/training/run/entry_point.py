@@ -14,9 +14,8 @@ from hpcdist.comm.start import end_alone, start, start_joined
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
-from hpcdist.training.elastic import job as elastic_job
-from hpcdist.training.elastic import membership
 from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run import elastic_job, membership
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.stop_requests import StopRequests
 

@@ -28,7 +28,7 @@ from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.state_source import CheckpointSource, StateSource, from_intact_source
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data.entropy import conditional_entropies
-from hpcdist.training.observe import figures, noise_scale
+from hpcdist.training.observe import figures, step_meters
 from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe.recipe import Recipe
@@ -94,7 +94,7 @@ class TrainingJob:
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` hold the lock of the run directory. Collective over ``everyone``, all living processes.
 
-        Keyword-only ``takes`` must be True on rank ``leader`` and False on the other ranks.
+        The keyword ``takes`` must be True on rank ``leader`` and False on the other ranks.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)
@@ -164,7 +164,7 @@ class TrainingJob:
         summary["padding_share"] = trainer.source.padding  # None if samples are not packed
         if comm.rank == 0:
             final = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
-            more = noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch)
+            more = step_meters.noise_figures(trainer.noise, trainer.recipe.run.global_batch)
             more |= figures.consensus_figures(trainer)
             more |= {name: summary[name] for name in ("architecture", "parameters", "peak_bytes_total")}
             moved = summary["bytes_moved_per_step"] or {}

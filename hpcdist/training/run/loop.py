@@ -1,6 +1,6 @@
 """Training loop: batch, step, checks, save, and the decision to stop at the end of a step.
 
-The ranks agree on what to do after a step by their `Ballot`, which the step sums over the ranks.
+The ranks agree on what to do after a step by their `StepRequests`, which the step sums over the ranks.
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy as np
 
 from hpcdist.checkpoint.directory import VAL_LOSS
 from hpcdist.collectives.algorithms.fixed_tree import shards_of
+from hpcdist.comm.record.run_journal import StartRecord
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
 from hpcdist.constants import METRICS_FILE, STOP_FILE
@@ -24,23 +25,16 @@ from hpcdist.errors import NonFiniteError, StorageError
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.replica_check import check_parameters, explain_nonfinite
 from hpcdist.strategies.schedule.stages import MicroBatch
+from hpcdist.training.build import fault_injection
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.chaos import injection
 from hpcdist.training.observe import figures
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.event_publisher import EventPublisher
 from hpcdist.training.observe.instrumentation import ConsoleProgress, Instrumentation, StepLog
 from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.run import saving
-from hpcdist.training.run.saving import build_saver
-from hpcdist.training.run.start_record import StartRecord
-from hpcdist.training.run.stop_requests import (
-    Ballot,
-    CheckpointTimer,
-    StopReason,
-    StopRequests,
-    agreed_reason,
-)
+from hpcdist.training.run.saving import CheckpointTimer, build_saver
+from hpcdist.training.run.stop_requests import StepRequests, StopReason, StopRequests, agreed_reason
 
 
 def mean_validation_loss(trainer: Trainer) -> float:
@@ -116,7 +110,7 @@ class RunOutcome:
     checkpoint: Path | None = None
 
 
-Protect: TypeAlias = Callable[[int, bool], None]  # `hpcdist.training.elastic.protection.StateProtection.keep`
+Protect: TypeAlias = Callable[[int, bool], None]  # `hpcdist.training.run.protection.StateProtection.keep`
 
 
 class GrowthRequested(Exception):  # noqa: N818 - not an error: the loop starts again with more ranks
@@ -157,7 +151,7 @@ class TrainingLoop:
         self.saver = build_saver(trainer, directory / "checkpoints")
         if trainer.faults is not None:
             chaos, writers = trainer.recipe.chaos, trainer.recipe.checkpoint.writers
-            injection.refuse_impossible_faults(chaos, trainer.comm, writers, trainer.exchange)
+            fault_injection.refuse_impossible_faults(chaos, trainer.comm, writers, trainer.exchange)
         self.instrumentation = Instrumentation(trainer, session.spans, energy)
         # Rows after the step of the checkpoint are dropped: a killed start wrote them, and the steps are repeated.
         resumed = trainer.first_step if (directory / METRICS_FILE).exists() else None
@@ -173,7 +167,7 @@ class TrainingLoop:
         )
         if rank0:
             stop_requests.consult(directory / STOP_FILE, self.checkpoint_timer.time_up)
-            stop_requests.let_go(partial(self.checkpoint_timer.ended, stopped=True))
+            stop_requests.call_before_exit(partial(self.checkpoint_timer.ended, stopped=True))
         self._held_s, self._save_s = (
             0.0,
             0.0,
@@ -198,7 +192,7 @@ class TrainingLoop:
         """Start the clock of the first step, and write the hosts' clock offsets."""
         self.metrics.note_clocks()
         self._boundary = time.perf_counter()
-        self.step_log.shares(self.outcome.done, 0)
+        self.step_log.shares(self.outcome.done, only_last=False)
 
     def step(self, step: int, batch: MicroBatch) -> None:
         """Run step number ``step`` (from 1) on this rank's share of the batch."""
@@ -244,8 +238,8 @@ class TrainingLoop:
         self.instrumentation.stepped(step, begun, now)
         self.streaming.stepped(step, result, self.instrumentation.waited_s)
         outcome = self.outcome
-        ballot = Ballot.of(result.stop_requests)
-        outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(ballot.stops)
+        requests = StepRequests.of(result.stop_requests)
+        outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(requests.stops)
         step_figures = {"communication_s": result.seconds["communication_s"], **moved._asdict()}
         if trainer.exchange.background is not None:
             exposed_s, total_s = trainer.exchange.background.taken()
@@ -255,24 +249,24 @@ class TrainingLoop:
             self.streaming.overlapped(exposed_s, total_s, fetched.hits, fetched.misses)
         outcome.steps.add(step_s, bytes_sent, **step_figures)
         outcome.checkpoint = None
-        # The ballot is a sum over the ranks. So every rank takes the same branches, which contain collectives.
-        if ballot.flush > 0:
+        # The requests are sums over the ranks. So every rank takes the same branches, which contain collectives.
+        if requests.flush > 0:
             self.metrics.flush()
             figures.write_side_tables(self.metrics, trainer)
-        if ballot.flush > 1:
+        if requests.flush > 1:
             self.metrics.note_clocks()
         self.checkpoint_timer.stepped(step_s - self._held_s)
         self._held_s = 0.0
-        self._settle(ballot.saver)
-        self._look(step, save=ballot.save > 0)
-        self._protect(step, ballot.ranks)
+        self._settle(requests.saver)
+        self._look(step, save=requests.save > 0)
+        self._protect(step, requests.ranks)
         self.progress.step(step, result.loss, targets, result.seconds["communication_s"], step_s)
         if trainer.balance is not None and trainer.balance.after(step, result.seconds["compute_s"]):
-            self.step_log.shares(step, -1)
+            self.step_log.shares(step, only_last=True)
 
     def _train(self, step: int, batches: list[MicroBatch]) -> StepResult:
         trainer = self.trainer
-        ballot = Ballot(
+        requests = StepRequests(
             stops=self.stop_requests.current(),
             flush=float(self.metrics.due()) * (2.0 if self.metrics.clocks.due() else 1.0),
             save=float(trainer.comm.rank == 0 and self.checkpoint_timer.due()),
@@ -281,7 +275,7 @@ class TrainingLoop:
         )
         try:
             with self.instrumentation.ranges("step", "step"):
-                return trainer.step(step, batches, ballot.array())
+                return trainer.step(step, batches, requests.array())
         except NonFiniteError as error:
             explained = explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()

@@ -1,19 +1,30 @@
-"""Save checkpoints of a run, blocking or in the background, in a directory striped over a file system's servers."""
+"""Checkpoints of a run: when to save, blocking or in the background, in a directory striped over servers."""
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.checkpoint import stripe
 from hpcdist.checkpoint.background import BackgroundCheckpoints
-from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.checkpoint.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.record.run_journal import StartRecord
+from hpcdist.constants import FINISHED, STOPPED
+from hpcdist.strategies.core.daly_interval import daly
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
+
+ASSUMED_SAVE_S: Final = 1.0
+ASSUMED_BYTES_PER_S: Final = 100e6
+LEAVING_S: Final = 2.0  # time after the last save: metrics, a barrier, MPI finalize
+TIMINGS_KEPT: Final = 1000  # number of recent steps, and of saves
 
 
 class CheckpointSaver:
@@ -124,3 +135,95 @@ def stripe_checkpoints(
     say(f"stripes of the checkpoints: {plan.text} ({plan.why})")
     if failure:
         say(f"warning: {failure}; checkpoints use the default stripes of the file system")
+
+
+class CheckpointTimer:
+    """Timer that decides when to save checkpoints, and whether the job's time is up. Local; only one rank needs it.
+
+    ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since 1970.
+    """
+
+    # ``say`` prints a message. ``clock`` returns the time. ``starts``: writer of the journal, with the run's failures.
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        state_bytes: int,
+        ends: float = math.inf,
+        say: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.time,
+        starts: StartRecord | None = None,
+    ) -> None:
+        self._starts = starts
+        self._config, self._ends, self._say, self._clock = config, ends, say, clock
+        self._up = False
+        self._guess_s = ASSUMED_SAVE_S + state_bytes / ASSUMED_BYTES_PER_S
+        self._steps: deque[float] = deque(maxlen=TIMINGS_KEPT)
+        self._saves: deque[float] = deque(maxlen=TIMINGS_KEPT)
+        self._complete: deque[float] = deque(maxlen=TIMINGS_KEPT)
+        self._saved = clock()
+
+    def stepped(self, seconds: float) -> None:
+        """Record that a step took ``seconds``, and that the run is alive."""
+        self._steps.append(seconds)
+        if self._starts is not None:
+            self._starts.alive()
+
+    def ended(self, stopped: bool) -> None:
+        """Record that the run ended without error. ``stopped``: True if a stop request ended it early."""
+        if self._starts is not None:
+            self._starts.ended(STOPPED if stopped else FINISHED)
+
+    def saved(self, seconds: float) -> None:
+        """Record that saving a checkpoint delayed the steps by ``seconds``."""
+        self._saves.append(seconds)
+        self._saved = self._clock()
+        if self._starts is not None:
+            self._starts.alive(always=True)
+
+    def completed(self, seconds: float) -> None:
+        """Record that a checkpoint was complete on disk ``seconds`` after its save began."""
+        self._complete.append(seconds)
+
+    @property
+    def cost_s(self) -> float:
+        """Median delay of training by one save, in seconds. Before the first save, an estimate."""
+        return quantile(self._saves, 0.5) if self._saves else self._guess_s
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds of training between two saves, by Daly's formula; infinite if `mtbf_s` is 0."""
+        return daly(self.cost_s, self.mtbf_s) if self.mtbf_s else math.inf
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between failures in seconds: set by the recipe, or from the journal of the run. 0 if unknown."""
+        configured = self._config.mtbf_s
+        if configured != OBSERVED:
+            return float(configured)
+        return 0.0 if self._starts is None else max(self._starts.mtbf_s, self.cost_s)
+
+    def due(self) -> bool:
+        """Return True if a checkpoint should be saved after the next step."""
+        if math.isinf(self.interval_s):
+            return False
+        step_s = quantile(self._steps, 0.5) if self._steps else 0.0
+        return self._clock() - self._saved + step_s / 2 >= self.interval_s  # at the nearest step boundary
+
+    def time_up(self) -> bool:
+        """Return True if too little time is left in the job for one more step and a save."""
+        if self._up or math.isinf(self._ends):
+            return self._up
+        cost_s = quantile(self._complete, 0.95) if self._complete else self._guess_s
+        step_s = quantile(self._steps, 0.99) if self._steps else 0.0
+        left_s = self._ends - LEAVING_S - self._clock()
+        if left_s < cost_s + step_s:
+            self._up = True
+            need = f"a step takes up to {step_s:.2f} s and a save {cost_s:.2f} s"
+            self._say(f"the job ends in {left_s + LEAVING_S:.1f} s, so it stops now: {need}")
+        return self._up
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the smallest v in ``values`` for which at least the fraction ``share`` of ``values`` is <= v."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]

@@ -17,8 +17,7 @@ import math
 import os
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -28,111 +27,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hpcdist import errors
-from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
+from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.launch.exit_file import STOP_CODES, ImmediateExit
-from hpcdist.constants import FINISHED, STOPPED
+from hpcdist.comm.mpi.world import AnyComm, communicator_of
+from hpcdist.constants import STOP_FILE
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting import regular
-from hpcdist.strategies.core.daly_interval import daly
-from hpcdist.training.run.start_record import StartRecord
 
-ASSUMED_SAVE_S: Final = 1.0
-ASSUMED_BYTES_PER_S: Final = 100e6
-LEAVING_S: Final = 2.0  # time after the last save: metrics, a barrier, MPI finalize
-TIMINGS_KEPT: Final = 1000  # number of recent steps, and of saves
 JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
-
-
-class CheckpointTimer:
-    """Timer that decides when to save checkpoints, and whether the job's time is up. Local; only one rank needs it.
-
-    ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since 1970.
-    """
-
-    # ``say`` prints a message. ``clock`` returns the time. ``starts``: record of the starts and failures of the run.
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        state_bytes: int,
-        ends: float = math.inf,
-        say: Callable[[str], None] = lambda _: None,
-        clock: Callable[[], float] = time.time,
-        starts: StartRecord | None = None,
-    ) -> None:
-        self._starts = starts
-        self._config, self._ends, self._say, self._clock = config, ends, say, clock
-        self._up = False
-        self._guess_s = ASSUMED_SAVE_S + state_bytes / ASSUMED_BYTES_PER_S
-        self._steps: deque[float] = deque(maxlen=TIMINGS_KEPT)
-        self._saves: deque[float] = deque(maxlen=TIMINGS_KEPT)
-        self._complete: deque[float] = deque(maxlen=TIMINGS_KEPT)
-        self._saved = clock()
-
-    def stepped(self, seconds: float) -> None:
-        """Record that a step took ``seconds``, and that the run is alive."""
-        self._steps.append(seconds)
-        if self._starts is not None:
-            self._starts.alive()
-
-    def ended(self, stopped: bool) -> None:
-        """Record that the run ended without error. ``stopped``: True if a stop request ended it early."""
-        if self._starts is not None:
-            self._starts.ended(STOPPED if stopped else FINISHED)
-
-    def saved(self, seconds: float) -> None:
-        """Record that saving a checkpoint delayed the steps by ``seconds``."""
-        self._saves.append(seconds)
-        self._saved = self._clock()
-        if self._starts is not None:
-            self._starts.alive(certainly=True)
-
-    def completed(self, seconds: float) -> None:
-        """Record that a checkpoint was complete on disk ``seconds`` after its save began."""
-        self._complete.append(seconds)
-
-    @property
-    def cost_s(self) -> float:
-        """Median delay of training by one save, in seconds. Before the first save, an estimate."""
-        return quantile(self._saves, 0.5) if self._saves else self._guess_s
-
-    @property
-    def interval_s(self) -> float:
-        """Seconds of training between two saves, by Daly's formula; infinite if `mtbf_s` is 0."""
-        return daly(self.cost_s, self.mtbf_s) if self.mtbf_s else math.inf
-
-    @property
-    def mtbf_s(self) -> float:
-        """Mean time between failures in seconds: set by the recipe, or from the start record. 0 if unknown."""
-        configured = self._config.mtbf_s
-        if configured != OBSERVED:
-            return float(configured)
-        return 0.0 if self._starts is None else max(self._starts.mtbf_s, self.cost_s)
-
-    def due(self) -> bool:
-        """Return True if a checkpoint should be saved after the next step."""
-        if math.isinf(self.interval_s):
-            return False
-        step_s = quantile(self._steps, 0.5) if self._steps else 0.0
-        return self._clock() - self._saved + step_s / 2 >= self.interval_s  # at the nearest step boundary
-
-    def time_up(self) -> bool:
-        """Return True if too little time is left in the job for one more step and a save."""
-        if self._up or math.isinf(self._ends):
-            return self._up
-        cost_s = quantile(self._complete, 0.95) if self._complete else self._guess_s
-        step_s = quantile(self._steps, 0.99) if self._steps else 0.0
-        left_s = self._ends - LEAVING_S - self._clock()
-        if left_s < cost_s + step_s:
-            self._up = True
-            need = f"a step takes up to {step_s:.2f} s and a save {cost_s:.2f} s"
-            self._say(f"the job ends in {left_s + LEAVING_S:.1f} s, so it stops now: {need}")
-        return self._up
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest v in ``values`` for which at least the fraction ``share`` of ``values`` is <= v."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
@@ -155,7 +57,7 @@ GROW_FILE = "grow"
 
 
 class StopReason(IntEnum):
-    """Reason to stop. Its value is its index in the array of stop requests, which is summed over ranks in each step."""
+    """Reason to stop. Its value is its index in the array of stop requests."""
 
     REQUEUE = 0  # signals but Ctrl-C, the stop file, the end of the job: save, and let the scheduler restart the job
     INTERRUPT = 1  # Ctrl-C: save and exit
@@ -181,16 +83,16 @@ class StopRequests:
         self._at_once = ImmediateExit()
 
     @classmethod
-    def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
+    def listening(cls, limit_s: float | None, *callbacks: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals. Main thread only.
 
-        ``limit_s``: seconds to the end of the job, or None. ``*lets_go``: functions to call before a signal ends the
+        ``limit_s``: seconds to the end of the job, or None. ``*callbacks``: functions to call before a signal ends the
         process. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
-        # Until `begun` is called, a signal ends the process at once, after calls of ``lets_go``.
+        # Until `begun` is called, a signal ends the process at once, after calls of ``callbacks``.
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
-        requests.starts(*lets_go)
+        requests.starts(*callbacks)
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
@@ -206,16 +108,16 @@ class StopRequests:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 self._before[number] = signal.signal(number, self._on_signal)
 
-    def starts(self, *lets_go: Callable[[], object]) -> None:
+    def starts(self, *callbacks: Callable[[], object]) -> None:
         """Let signals end this process at once, until the method `begun` is called. Main thread only.
 
-        ``*lets_go``: functions to call before the exit, e.g. to release a lock.
+        ``*callbacks``: functions to call before the exit, e.g. to release a lock.
         """
-        for action in lets_go:
+        for action in callbacks:
             self._at_once.before(action)
         self._at_once.switch(True)
 
-    def let_go(self, action: Callable[[], object]) -> None:
+    def call_before_exit(self, action: Callable[[], object]) -> None:
         """Add the function ``action``, to be called before a signal ends this process at once. Local."""
         self._at_once.before(action)
 
@@ -275,8 +177,8 @@ class StopRequests:
             self._stop_file.unlink(missing_ok=True)
 
 
-class Ballot(NamedTuple):
-    """One rank's requests for the end of a step, or their sums over all ranks, which all ranks obey.
+class StepRequests(NamedTuple):
+    """Requests of one rank for the end of a step, or the sums of these requests over all ranks.
 
     ``stops``: requests by `StopReason`. ``flush``: above 0, write metrics; above 1, also compare clocks. ``save``:
     above 0, save a checkpoint. ``ranks``: number of ranks to add. ``saver``: result of `CheckpointSaver.numbers`.
@@ -294,8 +196,8 @@ class Ballot(NamedTuple):
         return np.concatenate([self.stops, [self.flush, self.save, self.ranks], self.saver])
 
     @classmethod
-    def of(cls, sums: np.ndarray) -> "Ballot":
-        """Return a `Ballot` from ``sums``, the sum of all ranks' `array`."""
+    def of(cls, sums: np.ndarray) -> "StepRequests":
+        """Return a `StepRequests` from ``sums``, the sum of all ranks' `array`."""
         count = len(StopReason)
         flush, save, ranks = sums[count : count + 3].tolist()
         return cls(sums[:count], flush, save, ranks, sums[count + 3 :])
@@ -306,3 +208,48 @@ def agreed_reason(counts: np.ndarray) -> StopReason | None:
     if counts[StopReason.INTERRUPT] > 0:
         return StopReason.INTERRUPT
     return StopReason.REQUEUE if counts[StopReason.REQUEUE] > 0 else None
+
+
+MARGIN_S: Final = 60.0
+
+
+class _Watch:
+    def __init__(self) -> None:
+        folder = os.environ.get(RUN_DIR)
+        ends = end_of_job(None, time.time(), os.environ)
+        self.requests = StopRequests(Path(folder) / STOP_FILE if folder else None, ends)
+        self.requests.listen()
+        self.longest_s, self.last = 0.0, time.monotonic()
+
+    def counts(self, margin_s: float) -> np.ndarray:
+        now = time.monotonic()
+        self.longest_s, self.last = max(self.longest_s, now - self.last), now
+        counts = self.requests.current()
+        if time.time() + self.longest_s + margin_s > self.requests.ends:
+            counts[StopReason.REQUEUE] = 1.0
+        return counts.copy()
+
+
+_watches: Final[list[_Watch]] = []  # at most one per process
+
+
+def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
+    """Return 0, or the exit code with which all ranks should save and exit. Collective: all ranks get the same result.
+
+    Call this once per iteration, from the main thread. ``margin_s``: seconds to reserve before the end of the Slurm
+    job. Code 130: Ctrl-C. Code 75 (requeue): SIGTERM, SIGHUP or SIGUSR1 on a rank, a file ``stop``, or little time
+    left. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+    """
+    # The first call installs signal handlers. The time is nearly up if the longest iteration until now plus
+    # ``margin_s`` would pass SLURM_JOB_END_TIME.
+    communicator = communicator_of(comm)
+    if not _watches:
+        _watches.append(_Watch())
+    counts = _watches[0].counts(margin_s)
+    communicator.allreduce(counts, "sum")
+    reason = agreed_reason(counts)
+    if reason is None:
+        return 0
+    if communicator.rank == 0:
+        _watches[0].requests.answered()  # delete the stop file, so that the next start does not stop again
+    return EXIT_CODES[reason]

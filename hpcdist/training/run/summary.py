@@ -21,7 +21,7 @@ from hpcdist.telemetry.page import run_data
 from hpcdist.telemetry.page.run_data import ExternalData
 from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.observe import figures, noise_scale, router_meter
+from hpcdist.training.observe import figures, step_meters
 from hpcdist.training.observe.energy import electricity_figures
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.loop import RunOutcome
@@ -177,12 +177,12 @@ def summarise(
         "lives": [],  # incarnations after rank failures, set by an elastic job
         **figures.consensus_figures(trainer),
         **figures.straggler_figures(trainer, workers),
-        **noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch),
+        **step_meters.noise_figures(trainer.noise, trainer.recipe.run.global_batch),
         "run_dir": str(directory),
         "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }
     has_steps = any(rank["count"] for rank in workers)
-    return summary | router_meter.router_figures(trainer.router) | _reasons(trainer, summary, has_steps)
+    return summary | step_meters.router_figures(trainer.router) | _reasons(trainer, summary, has_steps)
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
@@ -321,7 +321,7 @@ def describe(summary: dict[str, Any], figure_lines: Sequence[str]) -> str:
         *figures.describe_utilisation(summary),
         *figures.describe_consensus(summary),
         *figures.describe_stragglers(summary),
-        *router_meter.describe_router(summary),
+        *step_meters.describe_router(summary),
         f"run directory {summary['run_dir']}",
     ]
     return "\n".join(lines)

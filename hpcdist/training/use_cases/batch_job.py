@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hpcdist.batch import site_search
 from hpcdist.batch.job import BatchJob, walltime_s
-from hpcdist.batch.sites import search
-from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
+from hpcdist.batch.site_profile import SiteLimits, SiteProfile
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import launcher_options, source_folder
 from hpcdist.constants import RECIPE_FILE, SETTINGS_PREFIX
@@ -67,7 +67,7 @@ def plan_training(
     ``options``: options of `hpcdist submit` by name. ``kind``: class of the job. ``**more``: further fields of the job.
     Raises HpcdistError if the job cannot run.
     """
-    site = search.load_selected(options["site"])
+    site = site_search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
     _check_same_run(run_dir, resolved.recipe)
@@ -96,7 +96,7 @@ def plan_training(
         data=data,
         local=local,
     )
-    search.check(job, site)
+    site_search.check(job, site)
     shape = f"{size_of(job)}: {degrees_equation(recipe, job.ranks)}"
     planned = checked_job(job, site, shape, [*notes, *saves], [recipe.data.path])
     # Another Python of the ranks may have the modules that this Python lacks: see `hpcdist doctor --job`.
@@ -114,7 +114,7 @@ def plan_script(
     Raises ConfigurationError or UsageError if the site cannot run the job.
     """
     # The job gets the HPCDIST_SET__... variables of this process.
-    site = search.load_selected(options["site"])
+    site = site_search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
     shared, notes = shared_fields(options, site)
@@ -145,7 +145,7 @@ def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[st
     ``shape``: text about the job's size. ``notes``: further messages. ``data``: paths of the job's data files.
     """
     # Files in ``data`` that compute nodes cannot see cause warnings.
-    search.check(job, site)
+    site_search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
     own_python = not job.python_of_ranks and job.environment is None
     if own_python and (second := mpirun.second_mpi(site.environment.modules)):
@@ -159,7 +159,7 @@ def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
     if site.scheduler.kind == "slurm" and os.environ.get("SBATCH_TIMELIMIT"):
         return [f"no --time: SBATCH_TIMELIMIT={os.environ['SBATCH_TIMELIMIT']} is the time limit"]
     job = site.complete(job)
-    limits, place = search.limits_of_job(job, site)
+    limits, place = site_search.limits_of_job(job, site)
     named = f" {job.partition}" if job.partition else ""
     kind = "partition" if site.scheduler.kind == "slurm" else "queue"
     most = f"; the longest of {place} is {limits.max_walltime}" if limits.max_walltime else ""
@@ -168,7 +168,7 @@ def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
-    cores = search.limits_of_job(site.complete(job), site)[0].cores_per_node
+    cores = site_search.limits_of_job(site.complete(job), site)[0].cores_per_node
     if site.scheduler.kind == "none":
         cores = len(os.sched_getaffinity(0))
     cores_each = cores // job.ranks_per_node
@@ -215,15 +215,15 @@ def check_packages(planned: PlannedJob) -> None:
 
 
 def _is_whole_cluster() -> bool:
-    from hpcdist.batch.schedulers.slurm import submit
+    from hpcdist.batch.schedulers import slurm
 
-    return shutil.which("sbatch") is None or submit.is_this_machine()
+    return shutil.which("sbatch") is None or slurm.is_this_machine()
 
 
 def _resolved(path: Path | None, overrides: tuple[str, ...], site: SiteProfile, named: str | None) -> "ResolvedRecipe":
     environment = dict(os.environ)
     if named:
-        environment[search.VARIABLE] = str(search.path_of(named).absolute())
+        environment[site_search.VARIABLE] = str(site_search.path_of(named).absolute())
     return recipes.load(path, overrides, environment)
 
 
@@ -273,7 +273,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
             pass
     partition = options["partition"] or site.scheduler.partition
     of_qos = site.qos.get(options["qos"] or site.scheduler.qos, SiteLimits())
-    limits = of_qos.over(site.partitions.get(partition, SiteLimits()).over(site.limits))
+    limits = of_qos.with_defaults(site.partitions.get(partition, SiteLimits()).with_defaults(site.limits))
     walltime = options["walltime"] or limits.max_walltime
     if walltime:
         return float(walltime_s(walltime)), f"a failure in each walltime of {walltime}"
@@ -348,4 +348,4 @@ def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[
     if job.environment is not None:
         paths["--stage-environment"] = job.environment
     groups = [paths, *({"data.path =": Path(path)} for path in data if path)]
-    return [line for places in groups for line in search.hidden_paths(places, site)]
+    return [line for places in groups for line in site_search.hidden_paths(places, site)]

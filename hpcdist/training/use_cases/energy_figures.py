@@ -1,6 +1,6 @@
 """Energy figures of a run: joules by phase, source and start, rates, emissions, costs.
 
-Sources: metrics file, energy record, recipe, and ledger of jobs (for Slurm's energy). Heavy: loads numpy and h5py.
+Sources: metrics file, energy record, recipe, and journal of the run (for Slurm's energy). Heavy: loads numpy and h5py.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.batch import carbon, ledger
-from hpcdist.batch.schedulers import dispatch
-from hpcdist.batch.schedulers.slurm import energy as slurm_energy
+from hpcdist.batch.schedulers import dispatch, slurm_energy
+from hpcdist.comm.record import run_journal
 from hpcdist.constants import METRICS_FILE, RECIPE_FILE, USAGE_FILE
 from hpcdist.energy import energy_metrics, phase_shares
 from hpcdist.energy.config import EnergyConfig
@@ -26,7 +26,6 @@ from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.observe.energy import carbon_intensity
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run import start_record
 
 NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
 INTENSITY_PIECES: Final = 500  # intervals per start, over which a varying intensity is averaged
@@ -207,7 +206,7 @@ def _intensity(
         return options.intensity or carbon_intensity(config), None
     table = carbon.read_forecast(options.forecast)
     edges = np.array([moment.timestamp() for moment in (*table.times, table.end)])
-    began = [start.began for start in start_record.known_starts(run_dir)]
+    began = [start.began for start in run_journal.known_starts(run_dir)]
     if not begun or len(began) <= max(start.session for start in begun):
         return CarbonIntensity(), "the begin of a start was not recorded, so no forecast can be looked up"
     pieces = []

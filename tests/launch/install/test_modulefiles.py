@@ -10,8 +10,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
-from hpcdist.batch import job
-from hpcdist.batch.packaging import modulefile
+from hpcdist.batch import job, modulefile
 
 pytestmark = pytest.mark.full
 

@@ -11,7 +11,7 @@ import pytest
 import hpcdist
 from harness import jobs
 from harness.inputs import make_wheel
-from hpcdist.batch.packaging import wheelhouse
+from hpcdist.batch import wheelhouse
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
 ENTRY = "[console_scripts]\nhpcdist = hpcdist:main\n"

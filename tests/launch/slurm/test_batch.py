@@ -18,10 +18,10 @@ import pytest
 
 import hpcdist
 from harness.marks import cases
+from hpcdist.batch import site_search as search
 from hpcdist.batch import submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import BatchJob
-from hpcdist.batch.sites import search
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.telemetry import report

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.batch import ledger
-from hpcdist.batch.sites import search
+from hpcdist.batch import ledger, site_search
 from hpcdist.telemetry import report
 from stubs.slurm_cluster import ENDLESS, STEPS, Jobs
 
@@ -96,7 +95,7 @@ def test_chain_ends_after_three_failed_starts(jobs):
 
 def test_job_without_progress_is_not_requeued_again(jobs):
     """A site block reports a stopped training although nothing is saved. The job is requeued once."""
-    generic = search.load_selected(None, jobs.cluster.environment).name
+    generic = site_search.load_selected(None, jobs.cluster.environment).name
     Path(jobs.folder / "liar.toml").write_text(f"based_on = '{generic}'\n[blocks]\nlaunch = 'code=75'\n")
     number = jobs.begin("--site=liar.toml", "--out=liar", "--no-check", nodes=1, ranks=1)
     jobs.release(number)

@@ -6,7 +6,7 @@ Needs Debian's slurm-wlm and munge, root, and namespaces (`unshare`).
 
 import pytest
 
-from hpcdist.batch.sites import search
+from hpcdist.batch import site_search
 from stubs.slurm_cluster import ENDLESS, Jobs
 
 LOCAL = "dev/shm/copies"  # each node has its own
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def jobs(crash_cluster, tmp_path):
-    base = search.load_selected(None, crash_cluster.environment).name
+    base = site_search.load_selected(None, crash_cluster.environment).name
     result = Jobs(crash_cluster, tmp_path)
     (tmp_path / "site.toml").write_text(f"based_on = '{base}'\n[storage]\nnode_local = '/{LOCAL}'\n")
     return result

@@ -256,7 +256,7 @@ def test_links_in_the_run_directory_are_not_followed(data_table, tmp_path):
     out, precious = tmp_path / "run", tmp_path / "precious"
     run_expecting(line(1, data_table, out, "run.steps=2"))
     precious.write_text("precious")
-    for name in ("checkpoints/latest.tmp", "starts.tmp", "usage.tmp", "starts.json.tmp", "usage.json.tmp"):
+    for name in ("checkpoints/latest.tmp", "usage.tmp", "usage.json.tmp"):
         (out / name).symlink_to(precious)
     elsewhere = tmp_path / "elsewhere"
     (out / "recorder").rename(elsewhere)

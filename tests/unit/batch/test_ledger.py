@@ -36,7 +36,7 @@ def test_recorded_entry_is_read_back(tmp_path):
     assert result.texts("chain") == chain
     assert abs((datetime.now(UTC) - result.time).total_seconds()) < 3600
     assert (result.text("log"), result.number("restart"), result.texts("scheduler")) == ("", None, [])
-    assert (tmp_path / "new" / "run" / "jobs.jsonl").read_bytes().count(b"\n") == 1
+    assert (tmp_path / "new" / "run" / "journal.jsonl").read_bytes().count(b"\n") == 1
 
 
 def test_missing_ledger_has_no_entries(tmp_path):
@@ -70,27 +70,33 @@ FOREIGN = [
 @pytest.mark.parametrize("line", FOREIGN, ids=range(len(FOREIGN)))
 def test_invalid_lines_are_skipped(tmp_path, line):
     good = json.dumps(GOOD).encode()
-    (tmp_path / "jobs.jsonl").write_bytes(good + b"\n" + line + b"\n" + good + b"\n")
+    (tmp_path / "journal.jsonl").write_bytes(good + b"\n" + line + b"\n" + good + b"\n")
     assert [entry.job for entry in ledger.read(tmp_path)] == ["1", "1"]
+
+
+def test_jobs_of_an_earlier_version_are_read(tmp_path):
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(GOOD) + "\n")
+    ledger.record(tmp_path, "ended", job="1", code=0)
+    assert [entry.event for entry in ledger.read(tmp_path)] == ["began", "ended"]
 
 
 @given(before=st.binary(max_size=60))
 def test_damaged_last_line_loses_no_new_entries(tmp_path_factory, before):
     folder = tmp_path_factory.mktemp("ledger")
-    (folder / "jobs.jsonl").write_bytes(before)
+    (folder / "journal.jsonl").write_bytes(before)
     ledger.record(folder, "ended", job="1", code=75)
     ledger.record(folder, "ended", job="2", code=0)
     assert [entry.number("code") for entry in ledger.read(folder)] == [75, 0]
 
 
 def test_unreadable_or_unwritable_ledger_is_rejected(tmp_path):
-    (tmp_path / "jobs.jsonl").mkdir()
+    (tmp_path / "journal.jsonl").mkdir()
     for call in (lambda: ledger.read(tmp_path), lambda: ledger.record(tmp_path, "began", job="1")):
-        with pytest.raises(StorageError, match=r"jobs\.jsonl.* cannot be"):
+        with pytest.raises(StorageError, match=r"journal\.jsonl.* cannot be"):
             call()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "run").mkdir()
-    (tmp_path / "pipe").rename(tmp_path / "run" / "jobs.jsonl")
+    (tmp_path / "pipe").rename(tmp_path / "run" / "journal.jsonl")
     with pytest.raises(StorageError, match="not a regular file"):
         ledger.read(tmp_path / "run")
     (tmp_path / "file").touch()

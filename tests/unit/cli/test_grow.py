@@ -4,9 +4,9 @@ import pytest
 
 from hpcdist.cli import main
 from hpcdist.comm.launch.exit_file import SURVIVE
-from hpcdist.constants import STARTS_FILE, STOPPED
+from hpcdist.comm.record.run_journal import JOURNAL_FILE, StartRecord
+from hpcdist.constants import STOPPED
 from hpcdist.errors import CONFIGURATION, OK, STORAGE, USAGE
-from hpcdist.training.run.start_record import StartRecord
 from hpcdist.training.run.stop_requests import GROW_FILE, StopRequests
 
 
@@ -31,7 +31,7 @@ def test_job_reads_the_requested_number_of_ranks(run):
     stop_requests = StopRequests()
     stop_requests.grow_file = run / GROW_FILE
     assert stop_requests.ranks() == 3
-    assert sorted(path.name for path in run.iterdir()) == ["grow", "lock", "recipe.toml", "starts.json"]
+    assert sorted(path.name for path in run.iterdir()) == ["grow", "journal.jsonl", "lock", "recipe.toml"]
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "1.5", "many"])
@@ -56,8 +56,9 @@ def test_run_without_a_training_job_is_rejected(run, capsys):
 
 
 def test_unreadable_start_record_is_rejected(run, capsys):
-    (run / STARTS_FILE).write_text("[1]")
-    assert grow(run, 1) == STORAGE and "starts.json cannot be read" in capsys.readouterr().err
+    (run / JOURNAL_FILE).unlink()
+    (run / JOURNAL_FILE).mkdir()
+    assert grow(run, 1) == STORAGE and "journal.jsonl cannot be read" in capsys.readouterr().err
 
 
 def test_job_without_survive_is_rejected(run, capsys, monkeypatch):

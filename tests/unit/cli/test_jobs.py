@@ -8,11 +8,11 @@ import pytest
 from harness.jobs import call_command
 from hpcdist.batch import ledger
 from hpcdist.cli.jobs import begin
+from hpcdist.comm.record.run_journal import StartRecord
 from hpcdist.constants import FINISHED
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, STORAGE, USAGE
 from hpcdist.training import run_directory
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.start_record import StartRecord
 
 STEPS = 20
 
@@ -198,9 +198,10 @@ def test_start_killed_in_its_last_evaluation_is_repeated(run, jobs):
 
 def test_run_finished_without_jobs_is_done(run, jobs):
     save(run, STEPS)
-    starts = StartRecord(run)
+    StartRecord(run)
     assert printed_word(jobs, "begin", run, "--job=1") == "go"
-    (run / "jobs.jsonl").unlink()
+    (run / "journal.jsonl").unlink()
+    starts = StartRecord(run)
     starts.ended(FINISHED)
     assert printed_word(jobs, "begin", run, "--job=1") == "done"
 
@@ -239,7 +240,7 @@ def test_cancelled_job_is_not_requeued(run, jobs):
     + [(code, ["n2"], "stop") for code in (0, 2, 69, 130)],
 )
 def test_start_that_lost_a_node_is_repeated(run, jobs, monkeypatch, code, lost, word):
-    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (lost, ["n3"] if lost else []))
+    monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda: (lost, ["n3"] if lost else []))
     jobs("begin", run, "--job=1")
     save(run, 4)
     _, out, err = jobs("end", run, "--job=1", f"--code={code}")
@@ -250,7 +251,7 @@ def test_start_that_lost_a_node_is_repeated(run, jobs, monkeypatch, code, lost, 
 def test_start_after_a_node_crash_is_repeated_once(run, jobs, monkeypatch):
     """Slurm may have ended the steps of this start together with the steps of the crashed start."""
     for restart, (lost, word) in enumerate(((["n2"], "again"), ([], "again"), ([], "stop"))):
-        monkeypatch.setattr(begin.allocation, "lost_nodes", lambda lost=lost: (lost, ["n1"] if lost else []))
+        monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda lost=lost: (lost, ["n1"] if lost else []))
         jobs("begin", run, "--job=1", f"--restart={restart}")
         assert printed_word(jobs, "end", run, "--job=1", f"--restart={restart}", "--code=1") == word
 
@@ -276,7 +277,7 @@ def test_preempted_start_is_repeated(run, jobs, code, word):
 
 
 def test_begin_limits_crashes_without_a_checkpoint(run, jobs, monkeypatch):
-    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     for restart in range(3):
         assert printed_word(jobs, "begin", run, "--job=1", f"--restart={restart}") == "go"
         assert (
@@ -287,7 +288,7 @@ def test_begin_limits_crashes_without_a_checkpoint(run, jobs, monkeypatch):
 
 
 def test_cancelled_job_that_lost_a_node_is_not_requeued(run, jobs, monkeypatch):
-    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(begin.slurm_allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     jobs("begin", run, "--job=1")
     ledger.record(run, "cancelled", job="1", how="save")
     assert printed_word(jobs, "end", run, "--job=1", "--code=1") == "stop"
@@ -304,11 +305,11 @@ def test_stop_file_of_another_job_is_removed(run, jobs, text, stays):
 
 def test_decision_is_made_without_a_ledger(run, jobs):
     save(run, 4)
-    (run / "jobs.jsonl").mkdir()
+    (run / "journal.jsonl").mkdir()
     code, out, err = jobs("end", run, "--job=1", "--code=75")
     assert (code, out) == (OK, "again\n") and "warning" in err
     code, out, err = jobs("begin", run, "--job=1")
-    assert (code, out) == (OK, "go\n") and "jobs.jsonl.damaged-1" in err and (run / "jobs.jsonl").is_file()
+    assert (code, out) == (OK, "go\n") and "journal.jsonl.damaged-1" in err and (run / "journal.jsonl").is_file()
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_decision_is_made_without_a_ledger(run, jobs):
 )
 def test_invalid_calls_are_rejected(run, jobs, arguments):
     assert jobs(*[argument.format(run=run) for argument in arguments])[0] == USAGE
-    assert not (run / "jobs.jsonl").exists()
+    assert not (run / "journal.jsonl").exists()
 
 
 def test_unreadable_recipe_is_rejected(run, jobs):
@@ -332,6 +333,6 @@ def test_job_files_may_exist_before_the_training(run):
     ledger.record(run, "submitted", job="1", chain=["1"])
     (run / "stop").touch()
     assert run_directory._has_only_start_files(run)
-    assert json.loads((run / "jobs.jsonl").read_text())["chain"] == ["1"]
+    assert json.loads((run / "journal.jsonl").read_text())["chain"] == ["1"]
     (run / "stopwords.txt").touch()
     assert not run_directory._has_only_start_files(run)

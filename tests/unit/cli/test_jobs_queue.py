@@ -16,8 +16,9 @@ from harness.marks import cases
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import JobState
-from hpcdist.cli.jobs import log as jobs_log
 from hpcdist.cli.jobs import lookup
+from hpcdist.cli.jobs import show as jobs_log
+from hpcdist.comm.record.run_journal import JOURNAL_FILE
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, OK, STORAGE, USAGE
 from stubs import slurm_double
 
@@ -59,7 +60,7 @@ def run(tmp_path, slurm):
 def write_entries(run, *entries):
     """Append ledger entries with given times (seconds since 1970)."""
     run.mkdir(exist_ok=True)
-    with (run / "jobs.jsonl").open("a") as file:
+    with (run / JOURNAL_FILE).open("a") as file:
         for event, job, seconds, values in entries:
             stamp = datetime.fromtimestamp(seconds, UTC).isoformat()
             file.write(json.dumps({"time": stamp, "event": event, "job": job, **values}) + "\n")
@@ -181,7 +182,7 @@ def test_runs_below_the_current_directory_have_relative_paths(run, jobs, monkeyp
 
 
 def test_unreadable_ledger_does_not_hide_other_jobs(run, jobs, tmp_path):
-    (tmp_path / "bad" / "jobs.jsonl").mkdir(parents=True)
+    (tmp_path / "bad" / JOURNAL_FILE).mkdir(parents=True)
     ledger.register_run(tmp_path / "bad")
     code, out, err = jobs("status")
     assert code == OK and "\n30 " in out and "warning" in err and "bad" in err

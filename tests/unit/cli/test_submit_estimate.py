@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.jobs import call_command
-from hpcdist.batch.sites import search
+from hpcdist.batch import site_search
 from hpcdist.cli.submit import command
 from hpcdist.planner.cluster import hardware, toml_file
 from hpcdist.training.use_cases import plan
@@ -30,7 +30,7 @@ every_steps = 10
 def submit(tmp_path, monkeypatch, capsys):
     """A function that renders a job and returns its script and estimate lines. Profiles go into ``sites``."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv(search.VARIABLE, raising=False)
+    monkeypatch.delenv(site_search.VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
 

@@ -17,6 +17,7 @@ from hpcdist.collectives.tuning_cache import path_of as tuning_path
 from hpcdist.collectives.tuning_cache import read as read_tuning
 from hpcdist.collectives.tuning_cache import save as keep_tuning
 from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.comm.record.run_journal import StartRecord
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError
@@ -24,7 +25,6 @@ from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.prometheus import CounterTotals
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run.start_record import StartRecord
 
 USED = {
     "since_step": 0,
@@ -151,17 +151,16 @@ def forge_hdf5(path, random_of):
 
 READERS = {
     "usage.json": (("report",), ("energy", "report", "--json")),
-    "starts.json": (("report", "--json"), ("hang",)),
     "metrics.h5": (("report",), ("report", "--json"), ("energy", "report"), ("trace",)),
     "recorder/rank-00000.rec": (("hang",), ("trace", "--json")),
     "recorder/rank-00001.spans": (("trace",),),
-    "jobs.jsonl": (("jobs", "status"),),
+    "journal.jsonl": (("report", "--json"), ("hang",), ("jobs", "status")),
     "totals.json": (),
 }
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.full_except("jobs.jsonl")
+@pytest.mark.full_except("journal.jsonl")
 def test_any_damage_has_a_documented_exit_code_and_stops_no_run(name, complete_run, tmp_path, capfd):
     random_of = random.Random(f"{name} 1")
     structured = {".json": forge_json, ".jsonl": forge_json, ".h5": forge_hdf5}.get(Path(name).suffix, flip_bits)
@@ -179,7 +178,7 @@ def test_any_damage_has_a_documented_exit_code_and_stops_no_run(name, complete_r
 def test_directories_in_place_of_files_stop_no_run(complete_run, tmp_path, capfd):
     run = tmp_path / "run"
     shutil.copytree(complete_run, run)
-    names = ("usage.json", "starts.json", "metrics.h5", "jobs.jsonl")
+    names = ("usage.json", "metrics.h5", "journal.jsonl")
     for name in names:
         (run / name).unlink()
         (run / name).mkdir()

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from harness.jobs import call_command
 from harness.marks import cases
-from hpcdist.batch.schedulers import dispatch
-from hpcdist.batch.schedulers.slurm import energy
+from hpcdist.batch.schedulers import dispatch, slurm_energy
 from hpcdist.errors import OK, ConfigurationError
 from stubs import slurm_double
 
@@ -81,7 +80,7 @@ def test_energy_in_several_steps_is_counted_once(account_starts, case, joules, l
 def test_report_of_a_running_job_explains_missing_energy(report, kind):
     figures, text = report(SACCT[f"{kind}: mpirun running"])
     assert figures["energy_j"] is None
-    assert f"energy     not known ({energy.NOT_YET}: see `hpcdist jobs report {JOB}` then)" in text
+    assert f"energy     not known ({slurm_energy.NOT_YET}: see `hpcdist jobs report {JOB}` then)" in text
 
 
 def test_report_sums_all_starts_of_a_requeued_job(report):
@@ -95,7 +94,7 @@ def test_report_marks_running_start_next_to_finished_starts(report):
     now = SACCT["contain: mpirun running"].splitlines()
     figures, text = report("\n".join([*first, *now, ""]))
     assert figures["energy_j"] == 2466
-    assert f"2,466 J (job {JOB}, start 2: excluded: {energy.NOT_YET}" in text and "then)" in text
+    assert f"2,466 J (job {JOB}, start 2: excluded: {slurm_energy.NOT_YET}" in text and "then)" in text
 
 
 def rows_without_energy(rows, step, joules=""):
@@ -140,7 +139,7 @@ def test_energy_is_unknown_if_no_step_has_a_value(account_starts):
     for step in (".batch", ".extern", ".0"):
         rows = rows_without_energy(rows, step)
     (row,) = account_starts(rows)
-    assert (row.energy_j, row.energy_reason) == (None, energy.NOT_MEASURED)
+    assert (row.energy_j, row.energy_reason) == (None, slurm_energy.NOT_MEASURED)
 
 
 def test_crashed_node_is_named_as_missing_energy(account_starts):
@@ -149,12 +148,12 @@ def test_crashed_node_is_named_as_missing_energy(account_starts):
 
 
 def test_probe_within_a_step_is_not_counted_twice():
-    job = energy.AccountedStep("", "COMPLETED", 0, 100, ("n1", "n2"), None)
-    long = energy.AccountedStep("0", "COMPLETED", 0, 100, ("n1", "n2"), 1000.0)
-    probe = energy.AccountedStep("1", "COMPLETED", 50, 60, ("n1", "n2"), 100.0)
-    later = energy.AccountedStep("2", "COMPLETED", 90, 120, ("n2",), 60.0)
-    assert energy.of_start(job, [probe, long]) == energy.AccountedEnergy(1000.0)
-    assert energy.of_start(job, [long, later]).known == pytest.approx(1000 + 60 * 20 / 30)
+    job = slurm_energy.AccountedStep("", "COMPLETED", 0, 100, ("n1", "n2"), None)
+    long = slurm_energy.AccountedStep("0", "COMPLETED", 0, 100, ("n1", "n2"), 1000.0)
+    probe = slurm_energy.AccountedStep("1", "COMPLETED", 50, 60, ("n1", "n2"), 100.0)
+    later = slurm_energy.AccountedStep("2", "COMPLETED", 90, 120, ("n2",), 60.0)
+    assert slurm_energy.of_start(job, [probe, long]) == slurm_energy.AccountedEnergy(1000.0)
+    assert slurm_energy.of_start(job, [long, later]).known == pytest.approx(1000 + 60 * 20 / 30)
 
 
 @cases(
@@ -167,18 +166,18 @@ def test_probe_within_a_step_is_not_counted_twice():
     ("", ()),
 )
 def test_hostlist_is_expanded(text, names):
-    assert energy.expand_hostlist(text) == names
+    assert slurm_energy.expand_hostlist(text) == names
 
 
 @pytest.mark.parametrize("text", ["n[1-", "n[1-2]]", "n[]", "n[1-,2]", "n1,,n2", "n[a]"])
 def test_malformed_host_list_is_rejected(text):
     with pytest.raises(ConfigurationError, match="is not a Slurm host list"):
-        energy.expand_hostlist(text)
+        slurm_energy.expand_hostlist(text)
 
 
 _TIMES = st.integers(0, 60)
 _STEPS = st.builds(
-    lambda name, begin, length, nodes, joules: energy.AccountedStep(
+    lambda name, begin, length, nodes, joules: slurm_energy.AccountedStep(
         name, "COMPLETED", 1000 + begin, 1000 + begin + length, tuple(f"n{node}" for node in nodes), joules
     ),
     name=st.sampled_from(["batch", "extern", "0", "1"]),
@@ -191,10 +190,10 @@ _STEPS = st.builds(
 
 @given(steps=st.lists(_STEPS, min_size=1, max_size=6))
 def test_energy_is_positive_and_at_most_the_sum_of_steps(steps):
-    job = energy.AccountedStep("", "COMPLETED", 1000, 1120, ("n1", "n2", "n3", "n4"), None)
-    result = energy.of_start(job, steps)
+    job = slurm_energy.AccountedStep("", "COMPLETED", 1000, 1120, ("n1", "n2", "n3", "n4"), None)
+    result = slurm_energy.of_start(job, steps)
     booked = [step.joules for step in steps if step.joules is not None]
     if not booked:
-        assert result == energy.AccountedEnergy(None, energy.NOT_MEASURED)
+        assert result == slurm_energy.AccountedEnergy(None, slurm_energy.NOT_MEASURED)
     else:
         assert result.known is not None and 0 < result.known <= math.fsum(booked) * (1 + 1e-9)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.batch.schedulers.slurm import allocation as slurm_allocation
+from hpcdist.batch.schedulers import slurm_allocation
 from hpcdist.cli import run
 from hpcdist.comm.launch import launchers
 from hpcdist.comm.launch.mpirun import OPEN_MPI, Launcher

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.marks import cases
-from hpcdist.batch.schedulers import dispatch, local, pbs
+from hpcdist.batch.schedulers import dispatch, local, pbs, slurm_energy
+from hpcdist.batch.schedulers import slurm as commands
 from hpcdist.batch.schedulers.base import FINAL_STATES, WAITING_STATES, JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import energy, queue
 from hpcdist.errors import MissingCapabilityError
 from stubs import slurm_double
 
@@ -37,7 +37,7 @@ def test_running_job_state_is_parsed(slurm):
         elapsed_s=70.0,
         time_left_s=((2 * 24 + 1) * 60 + 0) * 60 + 50.0,
         nodes=2,
-        energy_reason=energy.NOT_YET,
+        energy_reason=slurm_energy.NOT_YET,
         begun_utc="2026-11-22T04:24:59+00:00",
     )
     assert state_of("31").time_left_s is None
@@ -84,10 +84,10 @@ def test_accounting_lists_every_start_of_a_job(slurm):
 @cases(
     "job, joules, reason",
     ("1", 5400.0, ""),
-    ("2", None, energy.NOT_MEASURED),  # empty
-    ("14", None, energy.NOT_MEASURED),  # 0
-    ("6_0", None, energy.NOT_MEASURED),  # Slurm's number for "no value"
-    ("30", None, energy.NOT_YET),
+    ("2", None, slurm_energy.NOT_MEASURED),  # empty
+    ("14", None, slurm_energy.NOT_MEASURED),  # 0
+    ("6_0", None, slurm_energy.NOT_MEASURED),  # Slurm's number for "no value"
+    ("30", None, slurm_energy.NOT_YET),
 )
 def test_unmeasured_energy_is_none_with_reason(slurm, job, joules, reason):
     rows, _ = dispatch.accounts([job])
@@ -132,11 +132,11 @@ def test_job_state_is_unknown_without_slurm(slurm, monkeypatch):
     (slurm / "down").touch()
     result = state_of("30")
     assert (result.state, result.is_over) == (SchedulerState.UNKNOWN, False) and "Unable to contact" in result.reason
-    assert queue.job_names() == {} and queue.log_of("30") == ""
+    assert commands.job_names() == {} and commands.log_of("30") == ""
     monkeypatch.setenv("PATH", str(slurm))
     assert state_of("30").state == SchedulerState.UNKNOWN and "squeue is not on PATH" in state_of("30").reason
-    assert queue.job_names() == {} and queue.log_of("30") == ""
-    assert "scontrol is not on PATH" in queue.forbid_requeue("30")
+    assert commands.job_names() == {} and commands.log_of("30") == ""
+    assert "scontrol is not on PATH" in commands.forbid_requeue("30")
 
 
 def test_unknown_state_words_are_kept(slurm):
@@ -163,7 +163,7 @@ def test_state_sets_are_consistent():
 def test_any_output_line_is_parsed_or_skipped(text):
     """Any line becomes a state or is left out."""
     row = text.split("|", 13)
-    for read, width in ((queue._queued, 10), (lambda row: queue._accounted(row, 0, [row]), 14)):
+    for read, width in ((commands._queued, 10), (lambda row: commands._accounted(row, 0, [row]), 14)):
         assert isinstance(read([*row, *["1:0"] * width][:width]), JobState)
 
 
@@ -178,17 +178,17 @@ def test_any_output_line_is_parsed_or_skipped(text):
     ("7", None),
 )
 def test_slurm_durations_are_parsed(text, seconds):
-    assert queue._seconds(text) == seconds
+    assert commands._seconds(text) == seconds
 
 
 def test_cancel_and_forbid_requeue_call_slurm(slurm, monkeypatch):
     dispatch.cancel(["30", "35_3"])
-    assert queue.forbid_requeue("30") == ""
+    assert commands.forbid_requeue("30") == ""
     assert (slurm / "calls").read_text() == "scancel 30 35_3\nscontrol update JobId=30 Requeue=0\n"
     monkeypatch.setenv("REFUSE", "scancel: error: Kill job error on job id 30: Access/permission denied")
     with pytest.raises(MissingCapabilityError, match="permission denied"):
         dispatch.cancel(["30"])
-    assert "permission denied" in queue.forbid_requeue("30")
+    assert "permission denied" in commands.forbid_requeue("30")
     monkeypatch.setenv(
         "REFUSE", "scancel: error: Kill job error on job id 30: Job/step already completing or completed"
     )

@@ -14,7 +14,7 @@ from harness.job_scripts import put_stubs_on_path
 from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.batch import job, ledger
-from hpcdist.batch.schedulers.slurm import submit as slurm_submit
+from hpcdist.batch.schedulers import slurm as slurm_submit
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.planner.cluster import toml_file
@@ -444,7 +444,7 @@ def test_partially_submitted_chain_prints_accepted_job_ids(sbatch):
 
 
 def test_ledger_error_after_submission_names_the_job(sbatch):
-    (sbatch / "bin" / "sbatch").write_text(SBATCH + "rm -rf run/jobs.jsonl; mkdir run/jobs.jsonl\n")
+    (sbatch / "bin" / "sbatch").write_text(SBATCH + "rm -rf run/journal.jsonl; mkdir run/journal.jsonl\n")
     done = submit("--nodes=1", "--out=run", folder=sbatch)
     assert done.returncode == 74 and "job 4711" in done.stderr, done.stderr
 

@@ -23,10 +23,9 @@ from harness.job_scripts import (
 )
 from harness.jobs import call_command
 from harness.marks import cases
-from hpcdist.batch import submission
+from hpcdist.batch import site_search, submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import SUITES, SWEEP
-from hpcdist.batch.sites import search
 from hpcdist.comm.launch import launchers
 from hpcdist.errors import CONFIGURATION, STORAGE, UsageError
 
@@ -35,7 +34,7 @@ NAMES = {item.name for item in dataclasses.fields(PLAIN)} - {"recipe", "sweep"}
 SHARED = {name: getattr(PLAIN, name) for name in NAMES}
 ARRAY = SweepJob(**SHARED, sweep=TEXT, trial_ranks=(2, 8))
 SERVERS = ServersJob(**SHARED, recipe=PLAIN.recipe, server_nodes=1, server_ranks_per_node=2)
-MPICH = search.load("slurm-mpich")
+MPICH = site_search.load("slurm-mpich")
 SLURMS = ("slurm-openmpi", "slurm-mpich", "cray", "parastation", "ibrun")
 # Name -> profile, job: each template at each kind of site, and options that only some jobs have.
 JOBS = {
@@ -91,7 +90,7 @@ JOBS = {
 
 def rendered_script(name):
     profile, job = JOBS[name]
-    return submission.render(job, search.load(profile))
+    return submission.render(job, site_search.load(profile))
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -8,7 +8,7 @@ import pytest
 from harness.marks import cases
 from hpcdist.batch import ledger, submission
 from hpcdist.batch.job import BatchJob
-from hpcdist.batch.sites.profile import SiteProfile, SiteScheduler
+from hpcdist.batch.site_profile import SiteProfile, SiteScheduler
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic

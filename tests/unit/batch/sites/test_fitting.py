@@ -6,7 +6,7 @@ import pytest
 
 from harness.job_scripts import PLAIN
 from harness.marks import cases
-from hpcdist.batch.sites import search
+from hpcdist.batch import site_search
 from hpcdist.errors import ConfigurationError
 
 ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
@@ -23,9 +23,9 @@ ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
 )
 def test_options_unsupported_by_the_scheduler_are_rejected(site, change, words):
     plain = dataclasses.replace(ALONE, account="me") if site == "pbs" else ALONE
-    search.check(plain, search.load(site))
+    site_search.check(plain, site_search.load(site))
     with pytest.raises(ConfigurationError, match=words):
-        search.check(dataclasses.replace(plain, **change), search.load(site))
+        site_search.check(dataclasses.replace(plain, **change), site_search.load(site))
 
 
 @cases(
@@ -52,20 +52,20 @@ def test_options_unsupported_by_the_scheduler_are_rejected(site, change, words):
 )
 def test_jobs_beyond_machine_limits_are_rejected(site, change, words):
     plain = dataclasses.replace(ALONE, account=None if site == "workstation" else "me", cpus_per_task=1, walltime=None)
-    search.check(plain, search.load(site))
+    site_search.check(plain, site_search.load(site))
     with pytest.raises(ConfigurationError, match=words):
-        search.check(dataclasses.replace(plain, **change), search.load(site))
+        site_search.check(dataclasses.replace(plain, **change), site_search.load(site))
 
 
 def test_qos_overrides_partition_limits():
     job = dataclasses.replace(ALONE, account="me", walltime="4-00:00:00", qos="boost_qos_lprod")
-    search.check(job, search.load("leonardo"))
+    site_search.check(job, site_search.load("leonardo"))
     with pytest.raises(ConfigurationError, match="partition boost_usr_prod of leonardo, 1-00:00:00"):
-        search.check(dataclasses.replace(job, qos=None), search.load("leonardo"))
+        site_search.check(dataclasses.replace(job, qos=None), site_search.load("leonardo"))
 
 
 def test_job_options_override_site_options():
-    site = search.load("perlmutter")
+    site = site_search.load("perlmutter")
     job = site.complete(ALONE)
     assert (job.account, job.qos, job.constraint, job.mem) == (None, "regular", "gpu", None)
     job = site.complete(dataclasses.replace(ALONE, account="m1_g", qos="debug", constraint="gpu&hbm80g", mem="100G"))
@@ -80,4 +80,4 @@ def test_job_options_override_site_options():
 
 def test_slurm_supports_all_options():
     job = dataclasses.replace(PLAIN, sbatch_args=("--qos=debug",), partition="gpu", links=3)
-    search.check(job, search.load("slurm-openmpi"))
+    site_search.check(job, site_search.load("slurm-openmpi"))

@@ -14,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 
 from harness.job_scripts import PLAIN
 from harness.jobs import LIMIT_S
-from hpcdist.batch import submission
-from hpcdist.batch.sites import search
+from hpcdist.batch import site_search, submission
 from hpcdist.errors import ConfigurationError, UsageError
 
-GENERIC = search.load("slurm-mpich")
+GENERIC = site_search.load("slurm-mpich")
 
 # Characters that break parsers, and any text that an argument can hold: no zero byte, no lone surrogate.
 HOSTILE = (

@@ -30,12 +30,11 @@ from harness.job_scripts import (
 )
 from harness.marks import cases
 from hpcdist.batch import job as batch_job
-from hpcdist.batch import submission
+from hpcdist.batch import site_search, submission
 from hpcdist.batch.array import ScriptArrayJob
-from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
 
-GENERIC = search.load("slurm-openmpi")
+GENERIC = site_search.load("slurm-openmpi")
 GPUS = dataclasses.replace(PLAIN, gpus_per_node=4)
 # Name -> profile, job: each profile of a Slurm site, and options that only some jobs have.
 JOBS = {
@@ -96,7 +95,7 @@ JOBS = {
 
 def rendered_script(name):
     profile, job = JOBS[name]
-    return submission.render(job, search.load(profile))
+    return submission.render(job, site_search.load(profile))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -390,7 +389,7 @@ def test_training_is_not_started_after_a_signal(start_job, tmp_path):
 
 def test_ranks_use_gpus_in_site_order():
     """A program on the node sets the order, because Slurm sets CUDA_VISIBLE_DEVICES of each rank after the script."""
-    cray = search.load("cray")
+    cray = site_search.load("cray")
     output = "--python 'env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=3,2,1,0 "
     assert f"{output}{PLAIN.python}'" in submission.render(GPUS, cray)
     image = dataclasses.replace(GPUS, python_of_ranks=("apptainer", "exec", "i.sif", "python3"))

@@ -23,12 +23,11 @@ from harness.job_scripts import (
     stub_python,
     write_stub_commands,
 )
-from hpcdist.batch import submission
-from hpcdist.batch.sites import search
+from hpcdist.batch import site_search, submission
 from hpcdist.errors import UsageError
 
-POLARIS = search.load("polaris")
-PBS, ALONE = search.load("pbs"), search.load("workstation")
+POLARIS = site_search.load("polaris")
+PBS, ALONE = site_search.load("pbs"), site_search.load("workstation")
 STAGED = dataclasses.replace(
     PLAIN,
     environment=Path("/scratch/me/env.tar"),

@@ -10,9 +10,9 @@ from harness.job_scripts import PLAIN
 from harness.jobs import call_command
 from harness.marks import cases
 from hpcdist.batch import job as batch_job
+from hpcdist.batch import site_search as search
 from hpcdist.batch import submission
-from hpcdist.batch.sites import search
-from hpcdist.batch.sites.profile import LAUNCHERS_OF, SiteProfile
+from hpcdist.batch.site_profile import LAUNCHERS_OF, SiteProfile
 from hpcdist.comm.launch.launchers import KINDS
 from hpcdist.errors import ConfigurationError, StorageError
 

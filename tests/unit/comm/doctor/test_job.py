@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from harness.jobs import run
 from harness.marks import cases
+from hpcdist.batch.schedulers import slurm
 from hpcdist.batch.schedulers.base import JobState
-from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.checkpoint import stripe
 from hpcdist.cli.doctor import command, job
 from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks
@@ -629,7 +629,7 @@ def test_remaining_walltime_is_reported(monkeypatch, environment, scheduler, sta
             raise MissingCapabilityError("squeue does not answer")
         return [JobState(id="7", state="RUNNING", time_left_s=3541.0)]
 
-    monkeypatch.setattr(queue, "queued", queued)
+    monkeypatch.setattr(slurm, "queued", queued)
     check = job._walltime(scheduler, environment, now=1000.0)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 

@@ -16,7 +16,7 @@ import pytest
 from harness.trainings import survive
 from hpcdist.comm.threads.communicator import ThreadCommunicator
 from hpcdist.comm.threads.group import RankDeath
-from hpcdist.training.elastic.job import ElasticJob
+from hpcdist.training.run.elastic_job import ElasticJob
 
 RANKS, SPARES, STEPS = 4, 2, 4
 AT_THE_END = 1105  # a spare dies when some have come to the end, and another spare has not been told

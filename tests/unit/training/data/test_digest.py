@@ -67,20 +67,20 @@ def change(path, place):
 def test_change_between_the_probes_is_detected(data):
     before = open_data(data)
     scalars = {"data": before.fingerprint, "data_digest": before.digest}
-    assert open_data(data).made(scalars)
+    assert open_data(data).matches(scalars)
     change(data, UNSEEN)
     after = open_data(data)
     assert after.fingerprint == before.fingerprint, "the byte lies between the probes"
     assert after.digest != before.digest
-    assert not after.made(scalars)
+    assert not after.matches(scalars)
 
 
 def test_checkpoints_without_a_digest_are_compared_by_probes(data):
     before = open_data(data)
     change(data, UNSEEN)
-    assert open_data(data).made({"data": before.fingerprint})
+    assert open_data(data).matches({"data": before.fingerprint})
     change(data, 5)
-    assert not open_data(data).made({"data": before.fingerprint})
+    assert not open_data(data).matches({"data": before.fingerprint})
 
 
 def test_probes_option_makes_no_digest(data, blocks):
@@ -91,8 +91,8 @@ def test_probes_option_makes_no_digest(data, blocks):
     after = open_data(data, digest="probes")
     assert after.digest == ""
     assert blocks == []
-    assert after.made(scalars)
-    assert not open_data(data).made(scalars)
+    assert after.matches(scalars)
+    assert not open_data(data).matches(scalars)
     with pytest.raises(ConfigurationError, match="data.digest = 'some'; choose one of whole, probes"):
         DataConfig(digest="some")
 
@@ -239,7 +239,7 @@ def test_inspection_makes_no_digest(data, blocks, monkeypatch):
     assert blocks == []
     made = open_data(data)
     assert made.digest
-    assert made.made({"data": source.fingerprint, "data_digest": ""})
+    assert made.matches({"data": source.fingerprint, "data_digest": ""})
     assert (
         open_source(DataConfig(path=str(data), context=16), ModelConfig(), solo(), kept_only=True).digest == made.digest
     )
@@ -253,7 +253,7 @@ def test_digest_survives_a_resume_by_probes(data):
     trainer.exchange.prepare_restore.return_value = ()
     trainer = state.restore_state(trainer, mock.MagicMock(scalars=scalars))
     assert trainer.source.digest == made.digest
-    assert open_data(data).made({"data": probed.fingerprint, "data_digest": trainer.source.digest})
+    assert open_data(data).matches({"data": probed.fingerprint, "data_digest": trainer.source.digest})
 
 
 def test_import_makes_no_digest(data, blocks):

@@ -62,7 +62,7 @@ def test_shares_apply_from_a_batch_on_and_survive_a_checkpoint():
     shares.change(9, (8, 1, 1))
     assert [shares.of(batch) for batch in (0, 4, 5, 8, 9, 99)] == [(4, 3, 3)] * 2 + [(6, 2, 2)] * 2 + [(8, 1, 1)] * 2
     for batch in range(12):
-        parts = [shares.own(batch, replica) for replica in range(3)]
+        parts = [shares.range_of(batch, replica) for replica in range(3)]
         assert [i for part in parts for i in range(part.start, part.stop)] == list(range(10))
     for batch in (3, 5, 7, 9, 20):
         restored = SampleShares(10, 3)

@@ -15,7 +15,7 @@ from hpcdist.telemetry import anomalies
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.observe.metrics import RunMetrics
-from hpcdist.training.run import loop, stop_requests
+from hpcdist.training.run import loop, saving
 from hpcdist.training.run.async_loop import loop_class
 from hpcdist.training.run.stop_requests import StopRequests
 
@@ -36,7 +36,7 @@ BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in
 def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypatch):
     bounds = {
         (loop, "SAMPLED_STEPS"): 32,
-        (stop_requests, "TIMINGS_KEPT"): 32,
+        (saving, "TIMINGS_KEPT"): 32,
         (anomalies, "BLOCK_S"): 0.0,
         (anomalies, "BLOCKS"): 6,
     }

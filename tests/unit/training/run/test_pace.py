@@ -7,19 +7,12 @@ import pytest
 
 from harness.trainings import assert_rejected
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
+from hpcdist.comm.record.run_journal import StartRecord
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.daly_interval import daly
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.start_record import StartRecord
-from hpcdist.training.run.stop_requests import (
-    ASSUMED_BYTES_PER_S,
-    ASSUMED_SAVE_S,
-    JOB_END,
-    LEAVING_S,
-    CheckpointTimer,
-    end_of_job,
-    quantile,
-)
+from hpcdist.training.run.saving import ASSUMED_BYTES_PER_S, ASSUMED_SAVE_S, LEAVING_S, CheckpointTimer, quantile
+from hpcdist.training.run.stop_requests import JOB_END, end_of_job
 
 
 class Clock:

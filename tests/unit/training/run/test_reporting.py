@@ -6,16 +6,16 @@ import signal
 
 import pytest
 
-from hpcdist.batch import carbon, ledger
-from hpcdist.batch.sites import search
+from hpcdist.batch import carbon, ledger, site_search
 from hpcdist.bench.sweep import definition
 from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.cli.jobs import begin
-from hpcdist.comm.record import flight_recorder, spans
+from hpcdist.comm.record import flight_recorder, run_journal, spans
+from hpcdist.comm.record.run_journal import JOURNAL_FILE, StartRecord
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.constants import JOBS_FILE, STARTS_FILE, USAGE_FILE
+from hpcdist.constants import USAGE_FILE
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 from hpcdist.hdf5 import files
 from hpcdist.planner.cluster import toml_file
@@ -24,8 +24,6 @@ from hpcdist.telemetry.event_stream import AppendOnlyFile
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run import start_record
-from hpcdist.training.run.start_record import StartRecord
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +91,7 @@ def edit_metrics(run):
 # Writer -> names next to its file, through which it once wrote.
 WRITERS = {
     lambda run: checkpoints.replace(run / "latest", "step-1\n"): ("latest.tmp", "latest"),
-    lambda run: StartRecord(run).alive(certainly=True): ("starts.tmp", "starts.json"),
+    lambda run: StartRecord(run).ended("stopped"): ("journal.jsonl",),
     record_usage: ("usage.tmp", "usage.json"),
     edit_metrics: ("metrics.h5.new", "metrics.h5.journal"),
     lambda run: checkpoints.commit(run, 1, "{}", 1): ("step-1.tmp/manifest.json", "latest.tmp"),
@@ -130,11 +128,11 @@ def lock(path):
 
 READERS = {
     "recipe.toml": recipes.load_stored,
-    "site.toml": lambda path: search.load(str(path)),
+    "site.toml": lambda path: site_search.load(str(path)),
     "cluster.toml": lambda path: toml_file.read(str(path)),
     "sweep.toml": definition.read,
     "forecast.csv": carbon.read_forecast,
-    STARTS_FILE: start_record.read_starts,
+    JOURNAL_FILE: lambda path: run_journal.read(path.parent),
     USAGE_FILE: lambda path: record_usage(path.parent),
     LOCK_FILE: lock,
     "rank-00000.rec": flight_recorder.read,
@@ -162,7 +160,7 @@ def test_temporarily_unreadable_record_is_kept(code, tmp_path, monkeypatch, capf
     EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(before) == {STARTS_FILE, USAGE_FILE, JOBS_FILE}
+    assert set(before) == {USAGE_FILE, JOURNAL_FILE}
 
     def fail(path, most_bytes=0):
         raise OSError(code, os.strerror(code), os.fspath(path))
@@ -172,7 +170,9 @@ def test_temporarily_unreadable_record_is_kept(code, tmp_path, monkeypatch, capf
         StartRecord(tmp_path).ended("stopped")
         EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
         assert begin._entries(tmp_path) == []
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(after) == set(before) and after[USAGE_FILE] == before[USAGE_FILE]
+    assert after[JOURNAL_FILE].startswith(before[JOURNAL_FILE])
     output = capfd.readouterr().err.splitlines()
     assert len(output) == 3 and all(os.strerror(code) in line and "stays as it is" in line for line in output)
 
@@ -208,7 +208,7 @@ def test_deeply_nested_brackets_are_rejected(tmp_path):
         with pytest.raises(ConfigurationError, match="nested too deeply"):
             recipes.load_stored(deep)
         with pytest.raises(ConfigurationError, match="nested too deeply"):
-            search.load(str(deep))
+            site_search.load(str(deep))
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):
         regular.json_value(tmp_path / "deep.json")

@@ -226,7 +226,7 @@ def test_apptainer_definition_has_valid_sections(definition):
 
 
 def test_apptainer_definition_copies_the_wheel_sources(definition, settings):
-    from hpcdist.batch.packaging.wheelhouse import BUILT_FROM
+    from hpcdist.batch.wheelhouse import BUILT_FROM
 
     copied = dict(line.split() for line in definition["%files"].strip().splitlines())
     assert sorted(copied) == sorted(BUILT_FROM)

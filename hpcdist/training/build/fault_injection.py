@@ -25,7 +25,7 @@ from hpcdist.hdf5.overlay import Overlay
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.step import Handler, RunningStep, StepObserver
-from hpcdist.training.chaos.config import ChaosConfig, ChaosFault
+from hpcdist.training.recipe.chaos_config import ChaosConfig, ChaosFault
 
 SLOWDOWN_STREAM: Final = 0x6368616F73  # key of the random stream of slow steps
 SLEEP_SLICE_S: Final = 1e-3  # a sleeping rank that serves other ranks polls for requests at this interval
@@ -59,9 +59,9 @@ class SlowdownTimer:
 
 
 class Slowdown(StepObserver):
-    """Step observer that slows down ``rank`` by sleeps after forward and backward passes, as set in ``config``.
+    """Step observer that sleeps after the forward and backward passes of ``rank``, as set in ``config``.
 
-    ``even_samples``: mean number of samples of a replica.
+    ``even_samples``: mean number of samples per replica.
     """
 
     # On a replica with more samples, ``config.step_s`` is scaled up.
@@ -102,7 +102,7 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """New file at ``path`` that injects a failure if ``strikes()`` is True.
+    """New file at ``path`` whose write or fsync fails if the function ``strikes`` returns True.
 
     ``how``: "fail" or "fsync" (the write or fsync raises OSError), "full" (the disk is full), or "kill".
     """
@@ -154,7 +154,7 @@ class FaultPlan:
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Return True at the first call for ``fault`` in this run directory, and False at later calls."""
+        """Return True if ``fault`` must happen now: only at its first call in this run directory."""
         # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
@@ -169,7 +169,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return a function that creates a checkpoint file after ``step``. If a disk fault is due, the file fails."""
+        """Return the function that creates a checkpoint file after ``step``. If a disk fault is due, the file fails."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind

@@ -1,12 +1,13 @@
-"""The record of a run's starts: the damage it survives, and the time between failures derived from it."""
+"""The starts in the journal of a run: the damage it survives, and the time between failures derived from it."""
 
 import json
 
 import pytest
 
 from hpcdist.comm.launch.exit_file import LAUNCH_DIR
-from hpcdist.constants import FINISHED, STARTS_FILE, STOPPED
-from hpcdist.training.run.start_record import HEARTBEAT_S, StartRecord
+from hpcdist.comm.record import run_journal
+from hpcdist.comm.record.run_journal import HEARTBEAT_S, JOURNAL_FILE, StartEntry, StartRecord
+from hpcdist.constants import FINISHED, STOPPED
 
 
 class Clock:
@@ -68,13 +69,15 @@ def test_ended_start_is_not_continued(begin):
 
 def test_signs_of_life_are_written_periodically(begin, clock, tmp_path):
     starts = begin()
-    written = (tmp_path / STARTS_FILE).read_text()
     clock.now += HEARTBEAT_S - 1
     starts.alive()
-    assert (tmp_path / STARTS_FILE).read_text() == written
-    clock.now += 1
-    starts.alive()
-    assert json.loads((tmp_path / STARTS_FILE).read_text())[0]["seen"] == clock.now
+    for _ in range(3):
+        clock.now += HEARTBEAT_S
+        starts.alive()
+    assert len((tmp_path / JOURNAL_FILE).read_text().splitlines()) == 4
+    assert run_journal.known_starts(tmp_path) == [StartEntry(1000.0, clock.now)]
+    (tmp_path / JOURNAL_FILE).write_text((tmp_path / JOURNAL_FILE).read_text() + '{"event": "alive", "ti')  # torn
+    assert len(run_journal.read(tmp_path)) == 2 and run_journal.known_starts(tmp_path)[0].seen == clock.now
 
 
 def test_clock_that_was_set_back_gives_no_negative_time(begin, clock):
@@ -84,15 +87,22 @@ def test_clock_that_was_set_back_gives_no_negative_time(begin, clock):
     assert begin().seconds == 0
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[1]", '{"a": 1}', '[{"began": 1}]', '[{"began": "x", "seen": 1}]', '[{"began": 1, "seen": 1, "b": 2}]'],
-)
-def test_damaged_record_is_replaced(begin, tmp_path, capsys, text):
-    (tmp_path / STARTS_FILE).write_text(text)
+@pytest.mark.parametrize("text", ["", "[1]", '{"event": "start"}', '{"event": "start", "time": 3}', "\x00{"])
+def test_invalid_lines_are_skipped_and_kept(begin, tmp_path, text):
+    (tmp_path / JOURNAL_FILE).write_text(text)
     assert begin().before == ()
-    assert "counts from this start" in capsys.readouterr().err
     assert begin().failures == 1
+    assert (tmp_path / JOURNAL_FILE).read_text().startswith(text)
+
+
+def test_starts_of_an_earlier_version_are_read(begin, tmp_path):
+    rows = [{"began": 1, "seen": 5.5, "end": "stopped"}, {"began": 6, "seen": 9, "launch": "a", "deaths": 2}]
+    invalid = [5, {"began": 1}, {"began": "x", "seen": 1}, {"began": 1e300, "seen": 2e300}]
+    (tmp_path / run_journal.OLD_STARTS_FILE).write_text(json.dumps([*rows, *invalid]))
+    expected = (StartEntry(1, 5.5, "stopped"), StartEntry(6, 9, launch="a", deaths=2))
+    assert begin("a").current.deaths == 2 and begin("b").before[0] == expected[0]
+    (tmp_path / JOURNAL_FILE).unlink()
+    assert begin("b").before == expected
 
 
 def test_unwritable_directory_is_reported_once(tmp_path, clock, capsys):

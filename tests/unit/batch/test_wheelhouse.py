@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from harness import jobs
 from harness.inputs import make_wheel
 from harness.marks import cases
-from hpcdist.batch.packaging import wheelhouse
+from hpcdist.batch import wheelhouse
 from hpcdist.cli.site import wheelhouse as site_wheelhouse
 from hpcdist.errors import MissingCapabilityError, UsageError
 
@@ -185,7 +185,7 @@ def test_wheel_option_is_required_outside_a_clone(local_wheel, tmp_path, monkeyp
 
 def test_wheel_is_built_from_the_current_clone(tmp_path, monkeypatch):
     """This also holds if another hpcdist runs, for example the hpcdist of the active environment."""
-    clone = Path(__file__).resolve().parents[4]
+    clone = Path(__file__).resolve().parents[3]
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "lib" / "hpcdist" / "__init__.py"))
     monkeypatch.chdir(clone)
 

@@ -19,7 +19,7 @@ CLONE = PACKAGE.parent
 VERSION = hpcdist.__version__
 MODULES = job.folder(job.MODULEFILES)
 SITE = job.folder(job.INSTALL)
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 # Trainings of four steps with their data: by 0.1.0, and by 0.2.0 (zero1 on 2 ranks, and a sweep) before modules moved.
 OLD = ("0.1.0", "0.2.0")
 

@@ -41,7 +41,7 @@ class AccountedStep(NamedTuple):
     of_nodes: Mapping[str, float] = MappingProxyType({})  # joules of the nodes with the least and the most energy
 
     def shares(self) -> dict[str, float]:
-        """Return a dict from node name to energy in J. Nodes without a measurement share the rest equally."""
+        """Return {node name: energy in J} of this step. Nodes without a measurement share the rest equally."""
         measured = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
         rest = max(0.0, (self.joules or 0.0) - sum(measured.values()))
         others = [node for node in self.nodes if node not in measured]

@@ -14,7 +14,7 @@ import msgspec
 
 from hpcdist.batch import job
 from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
-from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
+from hpcdist.batch.site_profile import SiteLimits, SiteProfile
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import regular
@@ -121,11 +121,11 @@ def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
                 f"--partition {job.partition!r}: the site {site.name} has no such partition; "
                 f"{suggestion(job.partition, site.partitions)}"
             )
-        limits = site.partitions[job.partition].over(limits)
+        limits = site.partitions[job.partition].with_defaults(limits)
         place = f"partition {job.partition} of {site.name}"
     qos = job.qos or next((word[len("--qos=") :] for word in job.sbatch_args if word.startswith("--qos=")), None)
     if qos is not None and qos in site.qos:
-        limits, place = site.qos[qos].over(limits), f"QOS {qos} of {site.name}"
+        limits, place = site.qos[qos].with_defaults(limits), f"QOS {qos} of {site.name}"
     return limits, place
 
 
@@ -229,7 +229,7 @@ def load_selected(named: str | None, environment: Mapping[str, str] = os.environ
 
 
 def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
-    """Return (training settings, path) of a site profile. ``named``: name or path of the profile."""
+    """Return the recipe settings in the site profile ``named`` (a name or path), and the path of the profile."""
     path = path_of(named, environment)
     return load(named, environment).recipe, path
 

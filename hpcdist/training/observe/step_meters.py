@@ -1,18 +1,22 @@
-"""Gradient noise scale of a run, measured during its steps (formulas: `hpcdist.optim`).
+"""Meters of the steps of a run: gradient noise scale (formulas: `hpcdist.optim`), and load of the expert routers.
 
-The small batch is one replica's samples of a step, or a micro-batch. A measured step costs one pass over the local
-gradients, before the exchange, and two numbers in an existing message.
+A measurement of the noise scale costs one pass over the local gradients, before the exchange, and two numbers in an
+existing message. Its small batch is one replica's samples of a step, or a micro-batch. The routers cost (E + 4) numbers
+in the message of the loss for each of L layers with E experts. Loads are integers, so the biases are equal on every
+rank. Formulas: `hpcdist.models.experts.router`.
 """
 
 import math
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.experts.router import RouterState
 from hpcdist.optim import norms
 from hpcdist.optim.rates import SmoothedNoise, estimate_noise
 from hpcdist.strategies.core.exchange import Exchange
@@ -43,16 +47,28 @@ def _mixed_microbatches(operations: Sequence[Operation]) -> str:
     return ""
 
 
-class NoiseMeter(StepObserver):
+class StepMeter(StepObserver):
+    """Step observer that collects one row of figures per measured step."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, ...]] = []
+
+    def taken(self) -> list[tuple[float, ...]]:
+        """Return the measurements since the last call, one tuple per measured step: its number, and the figures."""
+        rows, self._rows = self._rows, []
+        return rows
+
+
+class NoiseMeter(StepMeter):
     """Step observer that measures the gradient noise scale every ``every_steps`` steps."""
 
     def __init__(self, context: RankContext, exchange: Exchange, every_steps: int) -> None:
+        super().__init__()
         self._context, self._exchange, self._every_steps = context, exchange, every_steps
         self.looks_at_first = context.computes and context.data.size == 1 and self._exchange.traits.accumulates
         self._speaks = context.computes and context.pipeline.rank == 0 and context.tensor.rank == 0  # one per replica
         self._squared = 0.0
         self.smoothed = SmoothedNoise()
-        self._rows: list[tuple[float, ...]] = []
 
     def check(self, operations: Sequence[Operation]) -> None:
         """Raise ConfigurationError on all ranks if the pipeline schedule prevents the measurement. Collective.
@@ -117,11 +133,6 @@ class NoiseMeter(StepObserver):
         figures = (1.0 / inverse, big, squared, big_squared, mean.gradient_squared, mean.trace, mean.noise_scale)
         self._rows.append((step.number, *figures))
 
-    def taken(self) -> list[tuple[float, ...]]:
-        """Return the measurements since the last call, as table rows: one tuple of numbers per measured step."""
-        rows, self._rows = self._rows, []
-        return rows
-
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
     """Return a dict with the gradient noise scale and the critical batch size, or {} if ``meter`` is None. Local.
@@ -134,3 +145,82 @@ def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
     if not math.isfinite(scale):
         return {"noise_scale": None, "critical_batch": None, "noise_scale_reason": WHY_UNKNOWN}
     return {"noise_scale": scale, "critical_batch": max(1, round(scale)), "global_batch": batch}
+
+
+MANY_DROPPED: Final = 0.5  # fraction of dropped choices that prints a warning
+
+
+class RouterFigures(NamedTuple):
+    """Load balance and losses of the expert routers in one step, averaged over the model's layers."""
+
+    imbalance: float  # load of the busiest expert divided by the mean load
+    worst: float  # largest imbalance of a layer
+    entropy: float  # of a token's router scores, in nats
+    dropped: float  # fraction of the tokens' expert choices that were dropped
+    balance_loss: float  # without its coefficient
+    z_loss: float  # without its coefficient
+
+
+class RouterMeter(StepMeter):
+    """Step observer that sums the routers' token counts over all ranks, and updates the router biases."""
+
+    def __init__(self, context: RankContext, state: RouterState) -> None:
+        super().__init__()
+        self._state = state
+        self._speaks = context.computes and context.tensor.rank == 0  # ranks of a tensor axis see the same tokens
+        self._warns = context.world.rank == 0
+        self.last: RouterFigures | None = None
+        self.loads = np.zeros((len(state.seen), state.experts))  # loads of the last step, by layer
+        self.step = 0
+
+    def begin_step(self, number: int, *_: object) -> None:
+        self._state.take()
+
+    def counts(self, step: RunningStep) -> np.ndarray:  # (layers x (experts + EXTRA),)
+        seen = self._state.take()
+        return (seen if self._speaks else np.zeros_like(seen)).reshape(-1)
+
+    def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
+        seen, experts = sums.reshape(self._state.seen.shape), self._state.experts
+        self.loads, self.step = seen[:, :experts].copy(), step.number
+        if not step.outcome.skipped:
+            self._state.balance(self.loads)
+        choices = max(1.0, float(self.loads[0].sum()))
+        tokens = choices / self._state.per_token
+        busiest = self.loads.max(axis=1) * experts / choices
+        dropped, entropy, balance, z = seen[:, experts:].mean(axis=0).tolist()
+        self.last = RouterFigures(
+            float(busiest.mean()),
+            float(busiest.max()),
+            entropy / tokens,
+            dropped / choices,
+            balance / tokens,
+            z / tokens,
+        )
+        self._rows.append((step.number, *self.last))
+        if self._warns and self.last.dropped > MANY_DROPPED:
+            self._warns = False
+            print(
+                f"hpcdist: step {step.number}: experts dropped {self.last.dropped:.0%} of the choices of tokens, and "
+                f"the busiest had {self.last.worst:.2f} times the mean load; raise model.capacity_factor, or set it "
+                "to 0 to drop nothing",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def router_figures(meter: RouterMeter | None) -> dict[str, Any]:
+    """Return a dict of the last step's router figures, or {} for a model without experts (``meter`` None). Local."""
+    if meter is None or meter.last is None:
+        return {}
+    return {"router": {name: float(value) for name, value in meter.last._asdict().items()}}
+
+
+def describe_router(summary: Mapping[str, Any]) -> list[str]:
+    """Return a list with the text line about the routers in a run's ``summary``, or [] for a model without experts."""
+    router = summary.get("router")
+    if router is None:
+        return []
+    dropped = f"{router['dropped']:.1%} of their choices dropped" if router["dropped"] else "nothing dropped"
+    line = f"experts: the busiest of a layer had {router['imbalance']:.2f} times the mean load ({router['worst']:.2f} "
+    return [f"{line}in the worst layer), entropy of a token {router['entropy']:.2f} nats, {dropped}"]

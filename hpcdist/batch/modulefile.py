@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import hpcdist
 from hpcdist.batch import job
-from hpcdist.batch.sites.profile import VARIABLE_NAME
+from hpcdist.batch.site_profile import VARIABLE_NAME
 from hpcdist.constants import SETTINGS_PREFIX
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
@@ -40,7 +40,7 @@ class Installation:
     python_path: bool  # True if Python finds the package only with PYTHONPATH=`home`
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError if the package lacks libexec/hpcdist, the command that needs no environment."""
+        """Raise ConfigurationError if the package lacks libexec/hpcdist, which runs without an environment."""
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
@@ -159,7 +159,7 @@ def render(kind: str, chosen: Modulefile) -> str:
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
     """Write modulefiles of hpcdist ``version`` below ``folder``, and return a list of their paths.
 
-    ``texts``: {"tcl" or "lua": text}. Raises UsageError if a file exists with another text, unless keyword-only
+    ``texts``: {"tcl" or "lua": text}. Raises UsageError if a file exists with another text, unless the keyword
     ``force`` is True.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}

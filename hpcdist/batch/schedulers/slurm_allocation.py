@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from hpcdist.batch.schedulers.slurm.queue import LIMIT_S
+from hpcdist.batch.schedulers.slurm import LIMIT_S
 
 PROBE_S: Final = 30.0  # longer than srun's wait for silent nodes with the default MessageTimeout
 MARGIN_S: Final = 30.0  # added to SlurmdTimeout, because Slurm checks nodes at intervals
@@ -42,7 +42,7 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 class SlurmAllocation:
     """Nodes of the current Slurm job. Its methods check if enough nodes are left to restart the training.
 
-    ``needed``: number of nodes that a restart needs, or None for any number. Keyword-only ``whole``: True if a restart
+    ``needed``: number of nodes that a restart needs, or None for any number. The keyword ``whole`` is True if a restart
     needs all nodes of the job.
     """
 

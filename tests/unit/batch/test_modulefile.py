@@ -15,9 +15,8 @@ import hpcdist
 from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
-from hpcdist.batch import job
-from hpcdist.batch.packaging import modulefile
-from hpcdist.batch.packaging.modulefile import Modulefile
+from hpcdist.batch import job, modulefile
+from hpcdist.batch.modulefile import Modulefile
 from hpcdist.cli.site import modulefile as site_modulefile
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 

@@ -17,10 +17,10 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
 from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.schedule.replica_check import check_replicas
-from hpcdist.training.chaos import injection
-from hpcdist.training.chaos.config import ChaosConfig
-from hpcdist.training.chaos.injection import flip_bit, largest_index, make_infinite
+from hpcdist.training.build import fault_injection
+from hpcdist.training.build.fault_injection import flip_bit, largest_index, make_infinite
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.chaos_config import ChaosConfig
 from hpcdist.training.run.saving import build_saver
 
 Settings = dict[str, object]
@@ -40,13 +40,13 @@ def mortal(monkeypatch):
     def die():
         raise Killed
 
-    monkeypatch.setattr(injection, "kill_process", die)
+    monkeypatch.setattr(fault_injection, "kill_process", die)
 
 
 def build_with_faults(comm, settings, run):
     trainer = assemble_trainer(comm, settings, directory=run)
     writers = trainer.recipe.checkpoint.writers
-    injection.refuse_impossible_faults(trainer.recipe.chaos, comm, writers, trainer.exchange)
+    fault_injection.refuse_impossible_faults(trainer.recipe.chaos, comm, writers, trainer.exchange)
     return trainer, build_saver(trainer, run / "checkpoints")
 
 

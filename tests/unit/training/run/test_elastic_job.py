@@ -18,11 +18,10 @@ from hpcdist.checkpoint.partner import PartnerStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
-from hpcdist.training.elastic import job as elastic_job
-from hpcdist.training.elastic.job import refit
-from hpcdist.training.elastic.membership import Membership, mode_of
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run import job
+from hpcdist.training.run import elastic_job, job
+from hpcdist.training.run.elastic_job import refit
+from hpcdist.training.run.membership import Membership, mode_of
 from hpcdist.training.run.stop_requests import GROW_FILE
 
 LAYOUTS = {

@@ -11,10 +11,10 @@ from harness.trainings import assemble_trainer, assert_rejected
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.operations import Kind
-from hpcdist.training.chaos.config import ChaosConfig
-from hpcdist.training.chaos.injection import Slowdown, SlowdownTimer, is_slow
+from hpcdist.training.build.fault_injection import Slowdown, SlowdownTimer, is_slow
 from hpcdist.training.recipe import recipe as recipe_recipe
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.chaos_config import ChaosConfig
 
 STEPS = 4
 

@@ -1,25 +1,30 @@
-"""`hpcdist jobs status`: one line per job, from its scheduler, its ledger and the checkpoints of its run."""
+"""`hpcdist jobs status`: one line per job. `hpcdist jobs log`: the end of a job's log, followed until the job is over.
+
+The state of a job comes from its scheduler, the journal of its run, and the checkpoints of its run.
+"""
 
 import json
+import math
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.requeue import NewestCheckpoint
-from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.ledger import NewestCheckpoint
+from hpcdist.batch.schedulers import dispatch, slurm
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
-from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli.common import json_option
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
-from hpcdist.cli.jobs.lookup import JOBS_ARGUMENT, LocatedJob, duration, printable, short_path
-from hpcdist.errors import OK, REQUEUE
+from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, JOBS_ARGUMENT, LocatedJob, duration, printable, short_path
+from hpcdist.errors import OK, REQUEUE, ConfigurationError, StorageError, UsageError
 from hpcdist.reporting.table import aligned, text_of
 
 JOB_NAME_PREFIX: Final = "hpcdist"  # queued jobs with this name prefix are listed even if no ledger has them
@@ -43,7 +48,7 @@ class StatusRow:
 
     @property
     def name(self) -> str:
-        """Job name in the run's job records, or else in the queue."""
+        """Job name in the journal of the run, or else in the queue."""
         return self.job.text("name") or self.state.name
 
 
@@ -78,7 +83,7 @@ def _own_jobs(ended: bool) -> list[LocatedJob]:
     entered = lookup.all_jobs()
     jobs = [job for job in entered if ended or job.entered is None or not job.entered.is_ended]
     job_ids = {job.id for job in entered}
-    for part, name in queue.job_names().items():
+    for part, name in slurm.job_names().items():
         job = part.partition("_")[0].partition("+")[0]
         if name.startswith(JOB_NAME_PREFIX) and job not in job_ids:
             job_ids.add(job)
@@ -87,7 +92,7 @@ def _own_jobs(ended: bool) -> list[LocatedJob]:
 
 
 def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
-    """Return a row for each of ``jobs`` and each array task. Jobs that are over are included only if ``ended``."""
+    """Return a row for each of ``jobs`` and each array task. Jobs that are over get a row only if ``ended``."""
     parts = dispatch.states_of_parts(job.id for job in jobs)
     rows = []
     runs: dict[Path | None, tuple[NewestCheckpoint, int | None]] = {None: (NewestCheckpoint(), None)}
@@ -103,7 +108,7 @@ def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:
-    """Return the scheduler's ``state`` of ``job``, corrected by the events in the run's job records."""
+    """Return the scheduler's ``state`` of ``job``, corrected by the journal of the run."""
     if job.entered is None:
         return state
     end = job.entered.last(ledger.ENDED)
@@ -173,3 +178,103 @@ def jsonable(row: StatusRow) -> dict[str, Any]:
         "checkpoint_utc": saved_utc,
         "steps": row.steps,
     }
+
+
+BLOCK_BYTES: Final = 1 << 16
+POLL_S: Final = 0.5
+SCHEDULER_POLL_S: Final = 5.0  # interval of asking the scheduler whether the job is over
+
+
+@click.command("log")
+@JOB_ARGUMENT
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=30, help="Number of last lines to print; 0: the whole log."
+)
+@click.option("--follow", is_flag=True, help="Keep printing new lines until the job is over.")
+def log(word: str, lines: int, follow: bool) -> None:
+    """Print the end of a job's log; for a run directory, its newest job's log. All starts of a job share one log."""
+    job = lookup.job_named(word)
+    path = log_path(job)
+    lookup.say(printable(str(path)))
+    if follow:
+        _wait_for(path, job)
+    try:
+        with path.open("rb") as file:
+            file.seek(_tail_offset(file, lines))
+            _copy(file)
+            for _ in _poll(job) if follow else ():
+                _copy(file)
+    except FileNotFoundError:
+        state = dispatch.states([job.id])[job.id]
+        reason = f" ({printable(state.reason)})" if state.reason else ""
+        raise StorageError(
+            f"{printable(str(path))} does not exist: job {job.id} is {printable(state.state)}{reason}; "
+            "add --follow to wait for it"
+        ) from None
+    except BrokenPipeError:  # the reader, such as `| head`, has exited: click ends quietly
+        raise
+    except OSError as error:
+        raise StorageError(f"{printable(str(path))} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def log_path(job: LocatedJob) -> Path:
+    """Return the path of a job's log, from the journal of the run or the scheduler.
+
+    Raises ConfigurationError if no log is known, and UsageError for a job array, which has a log per task.
+    """
+    text = job.log(job.id)
+    if lookup.TASK_PATTERN in os.path.basename(text):
+        raise UsageError(f"job {job.id} is an array with one log per task; name one task, e.g. {job.id}_0")
+    if not text and dispatch.scheduler_of(job.id) == dispatch.SLURM:
+        text = slurm.log_of(job.id)
+    text = text or dispatch.states([job.id])[job.id].log
+    if not text:
+        raise ConfigurationError(
+            f"the log of job {job.id} is unknown: no run of yours contains the job, and its scheduler does not report "
+            "a log; look in the directory of the submission"
+        )
+    return Path(text)
+
+
+def _tail_offset(file: BinaryIO, lines: int) -> int:
+    end = file.seek(0, os.SEEK_END)
+    if lines == 0 or end == 0:
+        return 0
+    newlines, at = 0, end - 1  # skip the newline that ends the last line
+    while at > 0:
+        begin = max(0, at - BLOCK_BYTES)
+        file.seek(begin)
+        block = file.read(at - begin)
+        position = len(block)
+        while (position := block.rfind(b"\n", 0, position)) >= 0:
+            newlines += 1
+            if newlines == lines:
+                return begin + position + 1
+        at = begin
+    return 0
+
+
+def _copy(file: BinaryIO) -> None:
+    out = sys.stdout.buffer
+    while block := file.read(BLOCK_BYTES):
+        out.write(block)
+    out.flush()
+
+
+def _wait_for(path: Path, job: LocatedJob) -> None:
+    for _ in _poll(job):
+        if path.exists():
+            return
+
+
+def _poll(job: LocatedJob) -> Iterator[None]:
+    # Yield while the job runs, and once after its end, to read its last output.
+    queried_s = -math.inf
+    while True:
+        over = False
+        if time.monotonic() - queried_s >= SCHEDULER_POLL_S:
+            over, queried_s = dispatch.states([job.id])[job.id].is_over, time.monotonic()
+        yield
+        if over:
+            return
+        time.sleep(POLL_S)

@@ -19,8 +19,8 @@ from hpcdist.telemetry.metrics.side_tables import NOISE_SCALE
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
 from hpcdist.training.build import state
-from hpcdist.training.elastic.job import refit
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.elastic_job import refit
 
 Settings = dict[str, object]
 

@@ -165,7 +165,7 @@ class SiteLimits:
     gpus_per_node: int = -1
     mem_per_node: str = ""
 
-    def over(self, general: "SiteLimits") -> "SiteLimits":
+    def with_defaults(self, general: "SiteLimits") -> "SiteLimits":
         """Return these limits, with unknown values replaced by ``general``, such as the limits of the site."""
         limits = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
         return replace(general, **limits)

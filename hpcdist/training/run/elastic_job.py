@@ -29,13 +29,13 @@ from hpcdist.telemetry.metrics import side_tables as table
 from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training.build.state_source import CheckpointSource, StateSource
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.elastic.membership import Membership, MembershipChange
-from hpcdist.training.elastic.protection import RankMemory, StateProtection, recover_newest
 from hpcdist.training.observe import figures
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.recipe.requirements import grid_and_roles
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import GrowthRequested, TrainingLoop
+from hpcdist.training.run.membership import Membership, MembershipChange
+from hpcdist.training.run.protection import RankMemory, StateProtection, recover_newest
 from hpcdist.training.run.stop_requests import GROW_FILE
 from hpcdist.training.run_directory import refuse_restart_over_checkpoints
 
