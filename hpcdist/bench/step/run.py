@@ -93,7 +93,7 @@ class TimedRun(TimedTraining):
         super().__init__(context, ParallelConfig(), initial)
 
     def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
-        """Run a step on tokens ``x`` and labels ``targets`` after a barrier. Return durations and loss. Collective."""
+        """Run a step on tokens ``x`` and labels ``targets``. Return durations and the global loss. Collective."""
         done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, barrier_comm)
         phases: defaultdict[str, float] = defaultdict(float)
         for operation, (first_s, last_s) in zip(self.operations, self.timer.timed, strict=True):
