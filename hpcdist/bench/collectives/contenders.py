@@ -175,7 +175,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return a text on the first wrong element of algorithm number ``contender``, or "" if all are right. Local."""
+        """Return a text on the first wrong element of algorithm number ``contender``, or "" if correct. Local."""
         for slot in (slot for slot, user in enumerate(self._users) if user == contender):
             data = self.result(slot) if in_result else self.buffer(slot)
             for item in expected:
