@@ -2,6 +2,17 @@
 
 Nodes fail independently. A checkpoint stops training. A failure costs the work since the last checkpoint, plus a
 restart. The checkpoint interval and the slowdown are Daly's, in whole steps.
+
+A device draws idle power + utilisation * (peak power - idle power). Hosts and switches draw constant power.
+Utilisation:
+
+    computing   COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * reached share of the peak FLOP rate
+    update      MEMORY_UTILISATION, also for the term "unproven"
+    messages    MESSAGE_UTILISATION, only exposed messages
+    waiting     WAITING_UTILISATION: pipeline bubble, input, checkpoints and restarts
+
+COMPUTE_FLOOR is fitted to eight H100 at 45 % of peak, which draw with their host 76 % of 10.2 kW (arXiv:2506.14551).
+The other values are assumptions, consistent with arXiv:2308.12908.
 """
 
 import math
@@ -9,8 +20,8 @@ from dataclasses import replace
 from typing import Final
 
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import COMPUTING, JOULES_PER_KWH, devices_held, energy, nodes_of, unknown_terms, waiting_w
+from hpcdist.planner.checks import flags, unsupported
+from hpcdist.planner.cluster.hardware import Cluster, Device
 from hpcdist.planner.estimate import (
     CORRECTION,
     UNPROVEN,
@@ -23,8 +34,6 @@ from hpcdist.planner.estimate import (
     TimeEstimate,
 )
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits.checks import flags
-from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.activations import is_mostly_scores
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.memory.model_states import unsharded, with_buckets
@@ -38,6 +47,17 @@ CHECKED_MFU: Final = 0.57  # best MFU of the published trainings in benchmarks/p
 FULL: Final = 0.95  # memory use above which a plan warns
 HIDDEN: Final = 0.05  # overlapped share of a step above which a plan warns
 LONG_CONTEXT: Final = 8192  # tokens; above, published results without FlashAttention are not representative
+COMPUTE_FLOOR: Final = 0.75
+MEMORY_UTILISATION: Final = 0.6
+MESSAGE_UTILISATION: Final = 0.35
+WAITING_UTILISATION: Final = 0.15
+COMPUTING: Final = ("forward", "backward", "recompute")
+SENDING: Final = ("tensor", "context", "expert", "pipeline", "data", "rows", CORRECTION)
+JOULES_PER_KWH: Final = 3.6e6
+ASSUMED: Final = (
+    f"energy: assumption: of the power between idle and peak, a device draws {MEMORY_UTILISATION:.0%} in updates, "
+    f"{MESSAGE_UTILISATION:.0%} in exposed messages and {WAITING_UTILISATION:.0%} while it waits"
+)
 
 
 def plan(
@@ -164,10 +184,10 @@ def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayo
 
 def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[str, ...]:
     is_long = description.tokens >= LONG_CONTEXT and description.shape is not None
-    if layout.implementation != "megatron" or not (is_long or is_mostly_scores(description, layout)):
+    if layout.kernels.tiles_attention or not (is_long or is_mostly_scores(description, layout)):
         return ()
     kept = "keeps" if layout.recompute == "none" else "makes"
-    what = f"the attention of megatron {kept} the scores of all pairs of tokens (no FlashAttention)"
+    what = f"the attention of {layout.implementation} {kept} the scores of all pairs of tokens (no FlashAttention)"
     return (f"{what}; use --implementation hpcdist for tiled attention",)
 
 
@@ -175,7 +195,7 @@ def _unproven(layout: ParallelLayout, cluster: Cluster, mfu: float) -> tuple[str
     if cluster.calibrated:
         return ()
     flags = []
-    if layout.implementation == "hpcdist":
+    if not layout.kernels.is_published:
         flags.append(
             "estimates were compared only with published trainings of the implementation 'megatron', not with hpcdist "
             f"on {cluster.device.name}"
@@ -284,3 +304,75 @@ def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster:
     if site.kwh_price is None:
         return price
     return None if joules is None else price + joules / JOULES_PER_KWH * site.kwh_price
+
+
+def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
+    """Return the energy of a training step on all nodes, in joules, by devices, hosts, network and cooling.
+
+    ``timing``: estimated step time. ``peak_share``: fraction of the peak FLOP rate that computing devices reach.
+    """
+    device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
+    worker_j = 0.0
+    for name, seconds in timing.terms.items():
+        is_served = name == "update" and layout.servers
+        worker_j += seconds * power_w(device, WAITING_UTILISATION if is_served else utilisation(name, peak_share))
+    exchange_s, update_s = timing.terms.get("data", 0.0), timing.terms.get("update", 0.0)
+    server_j = exchange_s * power_w(device, MESSAGE_UTILISATION) + update_s * power_w(device, MEMORY_UTILISATION)
+    server_j += (step_s - exchange_s - update_s) * power_w(device, WAITING_UTILISATION)
+    workers = layout.devices - layout.servers
+    unused = devices_held(layout, cluster) - layout.devices
+    terms = {}
+    if device.peak_w:
+        terms["devices"] = workers * worker_j + layout.servers * server_j + unused * device.idle_w * step_s
+    if cluster.node.host_w:
+        terms["hosts"] = nodes * cluster.node.host_w * step_s
+    if cluster.node.network_w:
+        terms["network"] = nodes * cluster.node.network_w * step_s
+    if cluster.site.pue is not None:
+        terms["cooling"] = (cluster.site.pue - 1) * sum(terms.values())
+    return StepEnergy(terms=terms, device_w=worker_j / step_s if step_s else 0.0)
+
+
+def utilisation(term: str, peak_share: float) -> float:
+    """Return a device's utilisation (0 to 1) in step phase ``term``. ``peak_share``: achieved / peak FLOP rate."""
+    if term in COMPUTING:
+        return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
+    if term in ("update", UNPROVEN):
+        return MEMORY_UTILISATION
+    return MESSAGE_UTILISATION if term in SENDING else WAITING_UTILISATION
+
+
+def power_w(device: Device, busy: float) -> float:
+    """Return the power of ``device`` in W at utilisation ``busy`` (0: idle power, 1: peak power)."""
+    return device.idle_w + (device.peak_w - device.idle_w) * busy
+
+
+def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
+    """Return the power in W of all nodes of ``layout``, with cooling, during a checkpoint or restart."""
+    nodes, site = nodes_of(layout, cluster), cluster.site
+    devices_w = (
+        devices_held(layout, cluster) * power_w(cluster.device, WAITING_UTILISATION) if cluster.device.peak_w else 0.0
+    )
+    return (devices_w + nodes * (cluster.node.host_w + cluster.node.network_w)) * (site.pue or 1.0)
+
+
+def nodes_of(layout: ParallelLayout, cluster: Cluster) -> int:
+    """Return the number of nodes that ``layout`` needs."""
+    return -(-layout.devices // cluster.node.devices)
+
+
+def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
+    """Return the number of devices on the nodes that ``layout`` needs, including unused devices."""
+    return max(layout.devices, min(cluster.devices, nodes_of(layout, cluster) * cluster.node.devices))
+
+
+def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
+    """Return warnings about energy terms that are left out, because ``cluster`` lacks data, or are assumed."""
+    terms = (
+        (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
+        (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),
+        (cluster.node.network_w, "the power of the network is unknown: its energy is left out"),
+        (cluster.site.pue, "the PUE is unknown: the energy of cooling is left out"),
+    )
+    left_out = tuple(text for is_known, text in terms if not is_known)
+    return (*left_out, ASSUMED) if cluster.device.peak_w else left_out

@@ -17,19 +17,17 @@ from hpcdist.cli.plan.options import (
     subject_options,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
-from hpcdist.planner.layout import LAYOUT_FIELDS
 
 if TYPE_CHECKING:
     from hpcdist.planner.cluster.hardware import Cluster
     from hpcdist.planner.estimate import PlanEstimate
-    from hpcdist.training.use_cases.recipe_plan import PlanSubject
+    from hpcdist.training.use_cases.plan import PlanSubject
 
 EXAMPLES: Final = """\b
 Examples:
   hpcdist plan compare recipe.toml --cluster h100-hgx --devices 64 --layout zero=1 --layout 'tensor=8 zero=3'
   hpcdist plan compare recipe.toml --cluster a100-selene --cluster h100-hgx --devices 64
 """
-_SIZE_OPTIONS: Final = ("devices", "batch")  # keys that --layout accepts in addition to the layout options
 
 
 @click.command("compare", cls=SectionedCommand, epilog=EXAMPLES)
@@ -41,7 +39,7 @@ _SIZE_OPTIONS: Final = ("devices", "batch")  # keys that --layout accepts in add
     "layouts",
     multiple=True,
     metavar="'KEY=VALUE ...'",
-    help="Layout as KEY=VALUE pairs: layout options without dashes, devices= and batch=; repeatable.",
+    help="Layout as KEY=VALUE pairs: recipe keys, or layout options without dashes, devices and batch; repeatable.",
 )
 @subject_options
 @layout_options
@@ -59,17 +57,17 @@ def command(
     The model comes from RECIPE, from --model, or from options such as --layers and --hidden. Layout options given
     outside of --layout apply to every --layout that does not set them.
     """
-    from hpcdist.training.use_cases.plan_subject import read_cluster, subject_from_options, with_published_kernels
+    from hpcdist.training.use_cases.plan import read_cluster
 
     if max(1, len(clusters)) * max(1, len(layouts)) < 2:
         raise UsageError("nothing to compare: only one layout on one cluster; give --layout or --cluster twice")
     places = [read_cluster(named) for named in clusters or (None,)]
-    variants = [options | _parse_layout(text) for text in layouts] or [options]
-    subjects = [
-        (text, subject_from_options(recipe, overrides, variant))
-        for text, variant in zip(layouts or ("",), variants, strict=True)
+    variants = [(text, *_parse_layout(text)) for text in layouts] or [("", (), {})]
+    plans = [
+        _plan(recipe, (*overrides, *keys), options | values, on, text)
+        for on in places
+        for text, keys, values in variants
     ]
-    plans = [_plan(with_published_kernels(subject, on), on, text) for on in places for text, subject in subjects]
     if all(isinstance(plan.answer, str) for plan in plans):
         raise ConfigurationError("; ".join(dict.fromkeys(str(plan.answer) for plan in plans)))
     click.echo(json.dumps([_jsonable(plan) for plan in plans]) if as_json else _report_text(plans))
@@ -84,9 +82,12 @@ class _ComparedPlan(NamedTuple):
     answer: "PlanEstimate | str"  # the estimate, or the reason why no plan is possible
 
 
-def _plan(subject: "PlanSubject", on: "Cluster", text: str) -> _ComparedPlan:
-    from hpcdist.training.use_cases.plan import plan_of_subject
+def _plan(
+    recipe: Path | None, overrides: tuple[str, ...], options: dict[str, Any], on: "Cluster", text: str
+) -> _ComparedPlan:
+    from hpcdist.training.use_cases.plan import plan_of_subject, subject_from_options
 
+    subject = subject_from_options(recipe, overrides, options, on)
     try:
         return _ComparedPlan(subject, on, text, plan_of_subject(subject, on, simulate=True))
     except ConfigurationError as error:
@@ -127,19 +128,22 @@ def _report_text(plans: list[_ComparedPlan]) -> str:
 @click.command("layout")
 @layout_options
 @click.option("--devices", type=COUNT)
-@click.option("--batch", type=COUNT)
+@click.option("--batch")
 def _options(**options: Any) -> None:
     """Declare the options inside of --layout for click. The function is never called."""
 
 
-def _parse_layout(text: str) -> dict[str, Any]:
-    words = []
+def _parse_layout(text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    # Returns the recipe keys and the options in the value of --layout.
+    keys, words = [], []
     for word in shlex.split(text.replace(",", " ")):
-        key, sign, value = word.partition("=")
-        words.append(f"--{key.replace('_', '-')}" + (f"={value}" if sign else ""))
+        name, sign, value = word.partition("=")
+        if "." in name:
+            keys.append(word)
+        else:
+            words.append(f"--{name.replace('_', '-')}" + (f"={value}" if sign else ""))
     try:
         context = _options.make_context("layout", words)
     except click.UsageError as error:
         raise UsageError(f"--layout {text!r} is invalid: {error.format_message()}") from error
-    values = {name: context.params[name] for name in (*LAYOUT_FIELDS, *_SIZE_OPTIONS)}
-    return {name: value for name, value in values.items() if value is not None}
+    return tuple(keys), {name: value for name, value in context.params.items() if value is not None}

@@ -27,7 +27,7 @@ from hpcdist.reporting.toml_text import toml_lines
 if TYPE_CHECKING:
     from hpcdist.planner.cluster.hardware import Cluster
     from hpcdist.planner.estimate import PlanEstimate
-    from hpcdist.training.use_cases.recipe_plan import PlanSubject
+    from hpcdist.training.use_cases.plan import PlanSubject
 
 
 @click.command("clusters")
@@ -149,12 +149,12 @@ def command(
 ) -> None:
     """Predict if the training of RECIPE, or of a model given by its sizes, fits a cluster, and its time and cost.
 
-    Neither MPI nor a GPU is needed. Layout options replace the layout of the recipe. Without RECIPE and --model, the
-    default recipe is planned. Exit code 1: the training does not fit into memory.
+    Neither MPI nor a GPU is needed. --set and layout options replace the layout of the recipe. Without RECIPE and
+    --model, the default recipe is planned. Without a recipe, GPUs compute in bfloat16 unless --set precision.mode is
+    given. Exit code 1: the training does not fit into memory.
     """
     from hpcdist.planner.report import text
-    from hpcdist.training.use_cases.plan import plan_of_subject
-    from hpcdist.training.use_cases.plan_subject import read_cluster, subject_from_options, with_published_kernels
+    from hpcdist.training.use_cases.plan import plan_of_subject, read_cluster, subject_from_options
 
     check_plot(plot)
     if recipe is not None and not recipe.exists() and (near := nearest(str(recipe), COMMANDS)):
@@ -162,7 +162,7 @@ def command(
             f"recipe {str(recipe)!r} does not exist and is not a command; did you mean `hpcdist plan {near}`?"
         )
     on = read_cluster(cluster)
-    subject = with_published_kernels(subject_from_options(recipe, overrides, options), on)
+    subject = subject_from_options(recipe, overrides, options, on)
     answer = plan_of_subject(subject, on, simulate=simulate)
     if plot is not None:
         draw_plot(answer, subject, on, plot)

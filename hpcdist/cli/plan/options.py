@@ -13,17 +13,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from hpcdist.cli.common import COUNT, FILE, Decorator, Parsed, stacked
-from hpcdist.planner.layout import (
-    ALGORITHMS,
-    COMPRESSIONS,
-    IMPLEMENTATIONS,
-    LIBRARIES,
-    PRECISIONS,
-    RECOMPUTE,
-    STRATEGIES,
-)
+from hpcdist.planner.layout import IMPLEMENTATIONS, LIBRARIES, OPTION_KEYS, RECOMPUTE
 from hpcdist.reporting.units import parse_size
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 MODEL_SECTION: Final = "Model in numbers"
 LAYOUT_SECTION: Final = "Layout"
@@ -97,7 +88,7 @@ class PlanOption(NamedTuple):
 
     def decorator(self, section: str, *, hidden: bool = False) -> Decorator:
         """Return the click decorator of the option, listed under the heading ``section``."""
-        settings: dict[str, Any] = {"type": self.kind, "metavar": "N"}
+        settings: dict[str, Any] = {"type": self.kind, "metavar": "VALUE" if self.kind is click.STRING else "N"}
         if self.kind is None:
             settings = {"default": None}
         elif isinstance(self.kind, tuple):
@@ -105,6 +96,17 @@ class PlanOption(NamedTuple):
         elif isinstance(self.kind, click.FloatRange):
             settings["metavar"] = "X"
         return section_option(section, self.flags, help=self.text, show_default=False, hidden=hidden, **settings)
+
+
+def _key_option(name: str, axis: str = "", *, is_flag: bool = False) -> PlanOption:
+    # The schema of the recipe checks the value.
+    flag = f"--{name.replace('_', '-')}"
+    return PlanOption(
+        f"{flag}/--no-{flag.removeprefix('--')}" if is_flag else flag,
+        None if is_flag else click.STRING,
+        f"Same as --set {OPTION_KEYS[name]}={'true' if is_flag else 'VALUE'}.",
+        axis,
+    )
 
 
 def section_option(section: str, *names: str, **settings: Any) -> Decorator:
@@ -137,46 +139,42 @@ _SHAPE: Final = (
 
 _RUN: Final = (
     PlanOption("--devices", COUNT, "Total number of devices (ranks).  [default: product of the degrees]"),
-    PlanOption("--batch", COUNT, "Global batch: samples per step over all replicas.  [default: of the recipe]"),
-    PlanOption("--steps", COUNT, "Training steps.  [default: of the recipe, else 1000]"),
+    _key_option("batch"),
+    _key_option("steps"),
     PlanOption("--tokens", FiniteNumber(min=1.0), "Training length in tokens instead of --steps, e.g. 300e9."),
 )
 
 _LAYOUT: Final = (
-    PlanOption("--data", COUNT, "Data-parallel replicas.  [default: as --devices allows]"),
-    PlanOption("--pipeline", COUNT, "Pipeline stages.  [default: 1]", "pipelines"),
-    PlanOption("--tensor", COUNT, "Tensor-parallel degree.  [default: 1]", "tensors"),
-    PlanOption("--context-ranks", COUNT, "Context-parallel degree (ranks per sequence).  [default: 1]", "contexts"),
-    PlanOption("--expert-ranks", COUNT, "Expert-parallel degree, within data x context.  [default: 1]", "experts"),
-    PlanOption("--strategy", STRATEGIES, "Data-parallel strategy.  [default: allreduce]"),
+    _key_option("data"),
+    _key_option("pipeline", "pipelines"),
+    _key_option("tensor", "tensors"),
+    _key_option("context_ranks", "contexts"),
+    _key_option("expert_ranks", "experts"),
+    _key_option("strategy"),
     PlanOption("--zero", click.IntRange(0, 3), "ZeRO stage N: short for --strategy zeroN; 0: allreduce."),
-    PlanOption("--servers", COUNT, "Dedicated parameter-server ranks, in addition to the workers."),
-    PlanOption("--microbatch", COUNT, "Samples per micro-batch.  [default: 1]", "microbatches"),
-    PlanOption("--schedule", tuple(SCHEDULES), "Pipeline schedule.  [default: 1f1b]", "schedules"),
+    PlanOption("--servers", click.IntRange(0), "Dedicated parameter-server ranks. 0: every worker serves, too."),
     PlanOption(
-        "--chunks", COUNT, "Model chunks (virtual stages) per pipeline rank.  [default: by the schedule]", "chunks"
+        "--microbatch", COUNT, "Samples per micro-batch.  [default: as parallel.microbatches, else 1]", "microbatches"
     ),
-    PlanOption("--recompute", RECOMPUTE, "Activations to recompute in backward.  [default: none]", "recompute"),
+    _key_option("schedule", "schedules"),
+    _key_option("chunks", "chunks"),
     PlanOption(
-        "--sequence-parallel/--no-sequence-parallel",
-        None,
-        "Sequence parallelism: shard activations by tokens over the tensor-parallel ranks.",
-        "sequence_parallel",
+        "--recompute",
+        RECOMPUTE,
+        "Activations to recompute in backward; full is parallel.recompute=true.  [default: none]",
+        "recompute",
     ),
-    PlanOption("--precision", PRECISIONS, "Data type of the model parameters.  [default: bfloat16]"),
+    _key_option("sequence_parallel", "sequence_parallel", is_flag=True),
+    _key_option("precision"),
     PlanOption("--main-gradients", ("float32", "working"), "Data type of gradient accumulation.  [default: float32]"),
-    PlanOption(
-        "--activations",
-        ("working", "float32"),
-        "Data type of layer computation and stored activations; working: as --precision.  [default: working]",
-    ),
+    _key_option("activations"),
     PlanOption(
         "--optimizer-slots",
         click.IntRange(0, 2),
-        "Optimizer states per parameter: 2 for Adam, 1 for momentum.  [default: 2]",
+        "Optimizer states per parameter: 2 for Adam, 1 for momentum.  [default: by optimizer.name]",
     ),
-    PlanOption("--compression", COMPRESSIONS, "Gradient compression.  [default: none]", "compressions"),
-    PlanOption("--algorithm", ALGORITHMS, "Collective algorithm of the gradient exchange.  [default: auto, fastest]"),
+    _key_option("compression", "compressions"),
+    _key_option("algorithm"),
     PlanOption(
         "--implementation",
         IMPLEMENTATIONS,
@@ -193,7 +191,11 @@ _LAYOUT: Final = (
         "With megatron: matrix products accumulate into the gradients.  [default: gradient-fusion]",
     ),
     PlanOption("--tensor-overlap", SHARE, "Share of tensor-parallel traffic overlapped with backward.  [default: 0]"),
-    PlanOption("--overlap", SHARE, "Share of the gradient exchange overlapped with computation.  [default: 1]"),
+    PlanOption(
+        "--overlap",
+        SHARE,
+        "Share of the gradient exchange overlapped with computation.  [default: by communication.overlap]",
+    ),
 )
 # layout option -> field of `SearchSpec` that gets only the option's value, if the option is given
 SEARCH_AXES: Final = {option.name: option.axis for option in _LAYOUT if option.axis}
@@ -241,7 +243,7 @@ _SET: Final = section_option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override a recipe key, e.g. parallel.tensor=2.",
+    help="Set a recipe key, e.g. parallel.tensor=2, with or without a recipe; repeatable.",
 )
 
 

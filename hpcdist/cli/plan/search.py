@@ -22,7 +22,7 @@ from hpcdist.cli.plan.options import (
     section_option,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
-from hpcdist.planner.layout import LAYOUT_FIELDS, PARAMETER_SERVER
+from hpcdist.planner.layout import LAYOUT_FIELDS, OPTION_KEYS, PARAMETER_SERVER
 from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
@@ -30,18 +30,20 @@ if TYPE_CHECKING:
     from hpcdist.planner.layout import ParallelLayout
     from hpcdist.planner.search.best_layouts import SearchResult
     from hpcdist.planner.search.space import SearchSpec
-    from hpcdist.training.use_cases.recipe_plan import PlanSubject
+    from hpcdist.training.use_cases.plan import PlanSubject
+    from hpcdist.training.use_cases.plan_layout import GivenValues
 
 SEARCH_SECTION: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 # Notes on the searched layouts:
 WITH_OTHERS: Final = "the search includes layouts that this version of hpcdist cannot run; --runnable excludes them"
 RUNNABLE_ALONE: Final = "the search covers only layouts that this version of hpcdist runs; omit --runnable for all"
-# For the command that plans the best layout again: options to print if the layout differs from the base layout,
-_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero"))
-# and the subset that a search does not vary, which keeps the given values.
-_AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*SEARCH_AXES, "strategy"))
-_COLOCATED: Final = "parameter_server.placement=colocated"
+# Options of the command that plans the best layout again, except those that are always printed.
+_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero", "servers"))
+# Recipe key -> search setting (`SearchSpec` field) that gets only the key's value, if the command line sets it.
+_FIXED_KEYS: Final = {OPTION_KEYS[name]: axis for name, axis in SEARCH_AXES.items() if name in OPTION_KEYS} | {
+    OPTION_KEYS["strategy"]: "strategies"
+}
 
 
 _option: Final = partial(section_option, SEARCH_SECTION)
@@ -84,14 +86,15 @@ def command(
     from hpcdist.planner.report import table, text
     from hpcdist.planner.report.table import search_table
     from hpcdist.planner.search import best_layouts
-    from hpcdist.training.use_cases.plan import with_simulator
-    from hpcdist.training.use_cases.plan_subject import read_cluster, with_published_kernels
+    from hpcdist.training.use_cases.plan import read_cluster, with_simulator
+    from hpcdist.training.use_cases.plan_layout import given_values
 
     check_plot(plot)
     on = read_cluster(cluster)
-    subject = with_published_kernels(_subject(recipe, overrides, options), on, always=True)
+    given = given_values(overrides, options)
+    subject = _subject(recipe, overrides, options, given, on)
     devices = options["devices"] or on.devices
-    request = _search_request(subject, on, options)
+    request = _search_request(subject, on, options, given)
     result, simulator_notes = with_simulator(
         lambda runs: best_layouts.search(
             subject.description, on, devices, subject.global_batch, dataclasses.replace(request, simulate=runs)
@@ -113,30 +116,38 @@ def command(
         click.get_current_context().exit(FAILURE)
 
 
-def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
+def _subject(
+    path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], given: "GivenValues", cluster: "Cluster"
+) -> "PlanSubject":
     from hpcdist.planner.report.text import ONE_REPLICA
-    from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
+    from hpcdist.training.use_cases.plan import subject_of_values, with_published_kernels
+    from hpcdist.training.use_cases.plan_layout import GivenValues, options_given
 
-    for name in options_given(options, FOUND):
+    refused = [*options_given(options, FOUND), *(["--set parallel.data"] if "parallel.data" in given.keys else [])]
+    for name in refused:
         raise UsageError(f"the search computes {name} from --devices, so {name} cannot be set; leave {name} out")
-    varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
-    fixed = {name: value for name, value in options.items() if name not in varied}
-    subject = subject_from_options(path, overrides, fixed)
-    return dataclasses.replace(subject, notes=tuple(note for note in subject.notes if note != ONE_REPLICA))
+    varied = {field for field in _FIXED_KEYS.values() if field not in ("compressions", "strategies")}
+    base = GivenValues(
+        {key: value for key, value in given.keys.items() if _FIXED_KEYS.get(key) not in varied},
+        {name: value for name, value in given.fields.items() if name not in SEARCH_AXES},
+    )
+    subject = subject_of_values(path, overrides, {**options, "devices": None}, base, cluster)
+    notes = tuple(note for note in subject.notes if note != ONE_REPLICA)
+    return with_published_kernels(dataclasses.replace(subject, notes=notes), cluster, given, always=True)
 
 
-def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
+def _search_request(
+    subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any], given: "GivenValues"
+) -> "SearchSpec":
     from hpcdist.planner.search.space import SearchSpec
-    from hpcdist.training.use_cases.plan_subject import strategy_from_options
 
     values: dict[str, Any] = {
-        field: (options[name],) for name, field in SEARCH_AXES.items() if options.get(name) is not None
+        axis: (given.keys[key],) for key, axis in _FIXED_KEYS.items() if given.keys.get(key, "auto") != "auto"
     }
-    strategy = strategy_from_options(options, subject.layout).get("strategy")
-    if strategy is not None:
-        values["strategies"] = (strategy,)
-    if "compressions" not in values:  # keep the compression of the recipe
-        values["compressions"] = (subject.layout.compression,)
+    values |= {SEARCH_AXES[name]: (value,) for name, value in given.fields.items() if name in SEARCH_AXES}
+    if "parallel.recompute" in given.keys and "recompute" not in values:
+        values["recompute"] = ("full" if given.keys["parallel.recompute"] else "none",)
+    values["compressions"] = (subject.layout.compression,)
     if options["memory"] is not None:
         values["memory_bytes"] = _memory_bytes(options["memory"], cluster)
     for name in ("objective", "fewer", "runnable", "distinct", "first", "simulate"):
@@ -205,12 +216,10 @@ def replan_command(
     """
     from hpcdist.cli.plan.group import command
 
-    is_wider = layout.strategy == base.strategy == PARAMETER_SERVER and base.servers > layout.servers == 0
     values = {
         **{name: value for name, value in options.items() if name not in (*LAYOUT_FIELDS, "devices", "simulate")},
-        **{name: options[name] for name in _AS_GIVEN},
-        **_changed_options(base, layout),
-        "overrides": (*overrides, _COLOCATED) if is_wider else overrides,
+        **_layout_options(options, base, layout),
+        "overrides": overrides,
         "simulate": None if simulate or layout.pipeline == 1 else False,
     }
     words = [
@@ -219,16 +228,16 @@ def replan_command(
     return shlex.join(["hpcdist", "plan", *([] if path is None else [str(path)]), *words])
 
 
-def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
+def _layout_options(options: Mapping[str, Any], base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
     values: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
+    values["servers"] = layout.servers if layout.strategy == PARAMETER_SERVER else None
     for name in _LAYOUT_FIELDS:
         if layout.pipeline == 1 and name in ("schedule", "chunks"):
             continue  # no effect without a pipeline, and rejected
-        field = LAYOUT_FIELDS[name]
-        if getattr(layout, field) != getattr(base, field):
-            values[name] = getattr(layout, field)
-    if not layout.servers:
-        values.pop("servers", None)
+        value = getattr(layout, LAYOUT_FIELDS[name])
+        is_given = options[name] is not None or (name == "strategy" and options["zero"] is not None)
+        if is_given or value != getattr(base, LAYOUT_FIELDS[name]):
+            values[name] = value
     return values
 
 

@@ -40,8 +40,7 @@ def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
 def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
     from hpcdist.planner.cluster import toml_file
     from hpcdist.planner.report.text import one_line
-    from hpcdist.training.use_cases.plan import plan_of_subject
-    from hpcdist.training.use_cases.plan_subject import subject_of_recipe, with_published_kernels
+    from hpcdist.training.use_cases.plan import plan_of_subject, subject_of_recipe, with_published_kernels
 
     on = _part_of_nodes(toml_file.read(named), job.ranks_per_node)
     answer = plan_of_subject(

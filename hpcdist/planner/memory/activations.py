@@ -64,7 +64,7 @@ def itemsize(layout: ParallelLayout) -> int:
 def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
     """Return the activation bytes of each layer group in ``description.units``, in model order. Local."""
     size, by_tokens = itemsize(layout), layout.sequence_parallel
-    if layout.implementation == "megatron" and description.shape is not None:
+    if not layout.kernels.measures_arrays and description.shape is not None:
         shape = description.shape
         return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
     return _ours(description, layout.tensor, layout.context, size, by_tokens, layout.expert)
@@ -72,7 +72,7 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
     """Return True if attention scores are over half of a block's activations in a Megatron-LM ``layout``. Local."""
-    if layout.implementation != "megatron" or description.shape is None or layout.recompute != "none":
+    if layout.kernels.tiles_attention or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
     around = layout.tensor if layout.sequence_parallel else 1

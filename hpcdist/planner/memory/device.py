@@ -25,7 +25,7 @@ from hpcdist.planner.memory.activations import (
 from hpcdist.planner.memory.model_states import exchanged, server_bytes, stage_of, states, unsharded, whole_units
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import SplitKey, UnitGroup, chunks_of_split, stages_of_split
-from hpcdist.planner.time.expert_rows import SHARED, RowRoute, row_buffers, row_route
+from hpcdist.planner.time.stage_load import SHARED, RowRoute, row_buffers, row_route
 from hpcdist.strategies.pipeline.memory import IN_MESSAGES, LiveMicroBatches, Moment, moments
 from hpcdist.strategies.schedule.generate.passes import expand, interleaved_group
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
@@ -268,7 +268,7 @@ def _lasting(description: ModelDescription, cut: SplitKey, fields: tuple[Any, ..
 
 
 def _lasts(description: ModelDescription, layout: ParallelLayout, part: PipelinePart) -> StepMemory:
-    is_ours = layout.implementation == "hpcdist" or description.shape is None
+    is_measured = layout.kernels.measures_arrays or description.shape is None
     tensor, whole, sharded = layout.tensor, unsharded(layout), states(layout)
     numbers, copied = part.whole + part.cut / tensor, part.copied / tensor
     parameters = numbers * sharded.parameter + copied * whole.parameter
@@ -280,7 +280,7 @@ def _lasts(description: ModelDescription, layout: ParallelLayout, part: Pipeline
         gradients += experts * sharded_experts.gradient
         optimizer += experts * sharded_experts.optimizer
     longest = part.longest + part.longest_experts / layout.expert
-    messages = _exchanged(layout, part) if is_ours else 0.0
+    messages = _exchanged(layout, part) if is_measured else 0.0
     scratch = whole_units(layout, longest)
     return StepMemory(
         parameters, gradients, optimizer, messages, scratch, parameters + gradients + optimizer + messages + scratch
@@ -312,7 +312,7 @@ def _passing(
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
     # Returns the bytes of temporary arrays, and the additional bytes that gradient accumulation needs.
-    if layout.implementation == "hpcdist" or description.shape is None:
+    if layout.kernels.measures_arrays or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)
         return once, scratch_of(description, layout, present, accumulates=True) - once
     units = of_units(description, layout)
@@ -340,7 +340,7 @@ def _passes(
 
 
 def _repeats(description: ModelDescription, layout: ParallelLayout) -> bool:
-    return layout.recompute == "full" and (layout.implementation == "hpcdist" or description.shape is None)
+    return layout.recompute == "full" and (layout.kernels.measures_arrays or description.shape is None)
 
 
 @lru_cache(maxsize=1 << 15)
@@ -376,7 +376,7 @@ def _bytes_of(moment: Alive, units: Sequence[UnitActivations]) -> float:
 def _on_their_way(
     description: ModelDescription, layout: ParallelLayout, part: PipelinePart, units: Sequence[UnitActivations]
 ) -> float:
-    if layout.implementation == "hpcdist" or description.shape is None:
+    if layout.kernels.measures_arrays or description.shape is None:
         return IN_MESSAGES * sum([units[place].border for place in part.borders])
     size = itemsize(layout) * description.tokens / layout.context * description.width
     return IN_MESSAGES * len(part.borders) * (size / layout.tensor if layout.sequence_parallel else size)

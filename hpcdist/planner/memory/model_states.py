@@ -55,7 +55,7 @@ def unsharded(layout: ParallelLayout) -> ParameterBytes:
     if layout.precision in ("float32", "float64"):
         size = 4 if layout.precision == "float32" else 8
         return ParameterBytes(size, size, slots * size)
-    is_wide = layout.implementation == "megatron" and layout.main_gradients == "float32"
+    is_wide = layout.kernels.has_main_gradients and layout.main_gradients == "float32"
     return ParameterBytes(2, 4 if is_wide else 2, 4 * (1 + slots))
 
 
@@ -134,7 +134,7 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
     # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
         each += size.parameter * (stage >= 3) + size.gradient * (stage >= 2)
-    if layout.implementation == "hpcdist" and layout.computes_in != layout.precision:
+    if layout.kernels.measures_arrays and layout.computes_in != layout.precision:
         each += 2 * WIDE
     return each * longest / layout.tensor
 
@@ -162,7 +162,7 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
 
 def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
     """Return ``estimate`` plus the memory of gradient buckets of ``bucket_bytes`` bytes above the default size."""
-    if bucket_bytes <= BUCKET_BYTES or layout.implementation != "hpcdist":
+    if bucket_bytes <= BUCKET_BYTES or not layout.kernels.grows_buckets:
         return estimate
     more = exchanged(layout, math.inf, 0.0, bucket_bytes) - exchanged(layout, math.inf, 0.0)
     return replace(estimate, terms={**estimate.terms, "messages": estimate.terms["messages"] + more})

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.estimate import FlopEstimate
+from hpcdist.planner.kernels import KERNELS
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 from hpcdist.strategies.pipeline.costs import attention_scores
@@ -32,9 +33,9 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:
     """Return the `FlopEstimate` of a step of ``global_batch`` samples on all devices. Local."""
-    is_ours = layout.implementation == "hpcdist"
-    model, hardware, exact, executed = _of_sample(description, layout.recompute, is_ours)
-    if is_ours and layout.recompute == "full":
+    is_tiled = layout.kernels.tiles_attention
+    model, hardware, exact, executed = _of_sample(description, layout.recompute, is_tiled)
+    if is_tiled and layout.recompute == "full":
         split = layout.pipeline, layout.chunks, layout.schedule
         repeated, repeated_exact = _again(description, *split)
         hardware += repeated
@@ -79,7 +80,7 @@ def _again(description: ModelDescription, pipeline: int, chunks: int, schedule: 
 
 
 @lru_cache(maxsize=1024)
-def _of_sample(description: ModelDescription, recompute: str, is_ours: bool) -> tuple[float, float, float, float]:
+def _of_sample(description: ModelDescription, recompute: str, is_tiled: bool) -> tuple[float, float, float, float]:
     model = hardware = exact = executed = 0.0
     for unit in description.units:
         matrices, scores, seen = matrix_flops(unit), attention_flops(unit), attention_flops(unit, exact=True)
@@ -87,14 +88,14 @@ def _of_sample(description: ModelDescription, recompute: str, is_ours: bool) -> 
         published = (1 + back) * matrices + 3 * scores
         looked_at = (1 + back) * matrices + 3 * seen
         repeated = 0.0
-        if is_ours:
+        if is_tiled:
             repeated = scores / 2
         elif unit.attention is not None and recompute != "none":
             repeated = 3 * scores if recompute == "selective" else matrices + scores
         model += unit.count * published
         hardware += unit.count * (published + repeated)
         exact += unit.count * looked_at
-        executed += unit.count * (looked_at + seen / 2 if is_ours else published + repeated)
+        executed += unit.count * (looked_at + seen / 2 if is_tiled else published + repeated)
     return model, hardware, exact, executed
 
 
@@ -187,7 +188,7 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
             f"(embedding, layers and head), but {description.name} has {len(of_unit)} units; use fewer pipeline ranks "
             "or chunks"
         )
-    if implementation == "megatron" and description.shape is not None:
+    if KERNELS[implementation].splits_evenly and description.shape is not None:
         bounds = _even(description.units[1].count, parts)
     else:
         operations = [
@@ -274,7 +275,7 @@ AT_ONCE: Final = ("1f1b", "interleaved")  # the last chunk's backward follows it
 
 def recomputes_ahead(layout: ParallelLayout) -> bool:
     """Return True if pipeline ranks recompute activations while they wait for the output gradient."""
-    return layout.implementation == "hpcdist" and layout.pipeline > 1 and layout.recompute == "full"
+    return layout.kernels.recomputes_ahead and layout.pipeline > 1 and layout.recompute == "full"
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
@@ -309,7 +310,7 @@ def _repeated(
         elif recompute == "full":
             repeated_shares = _between(shares, is_first=number == 0, is_last=number == last)
         else:
-            is_kept = recompute == "none" or implementation == "hpcdist"
+            is_kept = recompute == "none" or layout.kernels.tiles_attention
             repeated_shares = () if is_kept else tuple(share for share in shares if share.unit.attention is not None)
         repeated.append(StageChunk(rank, repeated_shares))
     return tuple(repeated)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import devices_held, nodes_of
 from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.plan import devices_held, nodes_of
 from hpcdist.planner.report.quantities import (
     LINE,
     between,

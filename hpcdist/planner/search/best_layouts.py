@@ -11,17 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hpcdist.errors import UsageError
+from hpcdist.planner import checks
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import COMPUTING
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
-from hpcdist.planner.limits.checks import too_large, value_problems
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
-from hpcdist.planner.plan import plan
-from hpcdist.planner.report.compare import changes, slowdown_line
+from hpcdist.planner.plan import COMPUTING, plan
 from hpcdist.planner.report.quantities import bytes_in_both, figures, joules, nbytes, seconds, share
+from hpcdist.planner.report.table import changes, slowdown_line
 from hpcdist.planner.search import bounds, space
 from hpcdist.planner.search.branch_and_bound import BranchAndBound
 from hpcdist.planner.search.space import SearchSpec
@@ -115,8 +113,9 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
         raise UsageError(
             f"the search needs at least 1 device and a global batch of at least 1, got {devices} and {global_batch}"
         )
-    for problem in (*too_large(description, devices, global_batch), *value_problems(spec.base, global_batch)):
-        raise UsageError(problem.text)
+    sizes = (problem.text for problem in checks.size_problems(description, devices, global_batch))
+    for text in (*sizes, *spec.base.invalid_fields()):
+        raise UsageError(text)
     if devices > cluster.devices:
         raise UsageError(
             f"the search uses {devices} devices, but the cluster {cluster.name} has only {cluster.devices}; use fewer "

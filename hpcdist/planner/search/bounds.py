@@ -13,17 +13,15 @@ from typing import Final, NamedTuple
 
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import JOULES_PER_KWH, devices_held, energy
 from hpcdist.planner.estimate import PlanEstimate, TimeEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
-from hpcdist.planner.plan import peak_of, peak_share
+from hpcdist.planner.plan import JOULES_PER_KWH, devices_held, energy, peak_of, peak_share
 from hpcdist.planner.time.compute import cached
-from hpcdist.planner.time.expert_rows import row_route
 from hpcdist.planner.time.network import span
 from hpcdist.planner.time.pipeline import SPLIT, PlannedSeconds, closed_form
-from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, collective_wait, load_key, loads
+from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, collective_wait, load_key, loads, row_route
 from hpcdist.planner.time.step import AXES, MicrobatchFlow
 from hpcdist.strategies.schedule.generate.registry import chunks_of
 

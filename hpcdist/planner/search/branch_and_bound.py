@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from hpcdist.planner import checks
+from hpcdist.planner.checks import LayoutProblem, refusals
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
-from hpcdist.planner.limits.checks import LayoutProblem
-from hpcdist.planner.limits.unsupported import refusals
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import step_flops

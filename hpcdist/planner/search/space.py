@@ -115,7 +115,7 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
     """Yield copies of layout ``grid`` with each pair (recomputation, sequence parallelism) listed in ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
-    if grid.implementation == "hpcdist" and "none" in choices:  # scores are always recomputed
+    if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed
         choices = tuple(choice for choice in choices if choice != "selective")
     for recompute in choices:
         for sequence_parallel in both:
@@ -127,7 +127,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
-    if grid.implementation == "megatron":
+    if grid.kernels.splits_evenly:
         return divisors(share)
     # One size per possible number of micro-batches. In a pipeline and in Megatron-LM, micro-batches must be equal.
     candidates = {-(-share // many) for many in range(1, share + 1)}
@@ -164,8 +164,7 @@ def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0)
     ``variant``: pair (strategy, compression). ``microbatch``: micro-batch size of the copy, or 0 to keep the size.
     """
     strategy, compression = variant
-    # hpcdist overlaps neither compressed exchanges nor exchanges with servers.
-    alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")
+    alone = not order.kernels.overlaps_coded and (compression != "none" or strategy == "parameter_server")
     return order.but(
         strategy=strategy,
         compression=compression,
@@ -190,5 +189,5 @@ def _chunks(description: ModelDescription, grid: ParallelLayout, spec: SearchSpe
         return spec.chunks
     layers = description.shape.layers if description.shape else description.stages
     even = divisors(layers // grid.pipeline) if layers % grid.pipeline == 0 else ()
-    uneven = (2,) if grid.implementation == "hpcdist" and 2 * grid.pipeline <= description.stages else ()
+    uneven = (2,) if not grid.kernels.splits_evenly and 2 * grid.pipeline <= description.stages else ()
     return tuple(sorted({*even, *uneven} - {1}))

@@ -32,7 +32,7 @@ STORED_ITEM_BYTES: Final = ITEM_BYTES  # of stored gradients and parameters
 
 def gradient_item_bytes(layout: ParallelLayout) -> int:
     """Return the bytes per gradient element in messages on the data axis, without compression."""
-    if layout.implementation == "hpcdist" and layout.strategy != "allreduce":
+    if layout.kernels.sends_stored_gradients and layout.strategy != "allreduce":
         return STORED_ITEM_BYTES[layout.precision]
     return summed_item_bytes(layout)
 
@@ -40,7 +40,7 @@ def gradient_item_bytes(layout: ParallelLayout) -> int:
 def summed_item_bytes(layout: ParallelLayout) -> int:
     """Return the bytes per gradient element in allreduce messages, without compression."""
     working = STORED_ITEM_BYTES[layout.precision]
-    is_narrow = layout.implementation == "megatron" and layout.main_gradients == "working"
+    is_narrow = layout.kernels.has_main_gradients and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
 
 

@@ -70,10 +70,7 @@ def bytes_each(layout: ParallelLayout) -> float:
     wide = layout.precision not in ("float32", "float64")
     master = WIDE_BYTES if wide else parameter
     step = 2 * master * (1 + layout.optimizer_slots) + (parameter if wide else 0)
-    if layout.implementation == "megatron":
-        copied = 2 + WIDE_BYTES if wide and gradient == 2 else 0
-        return copied + 2 * WIDE_BYTES + WIDE_BYTES + 2 * WIDE_BYTES + WIDE_BYTES + step + gradient
-    return 2 * gradient + step
+    return layout.kernels.update_bytes(step, gradient, is_narrow=wide and gradient == 2)
 
 
 AXES: Final = ("tensor", "context", "expert")
@@ -175,7 +172,7 @@ def data_exchange(
     ``m``: micro-batches per step. ``stage``: times of the rank. ``spare_bytes``: free memory for larger buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
-    if layout.pipeline == 1 and layout.implementation == "hpcdist":
+    if layout.pipeline == 1 and layout.kernels.keeps_end_layers:
         first, last = (local_parameters(unit, layout) for unit in (description.units[0], description.units[-1]))
         ends = first, last
     return exchange(
@@ -208,7 +205,7 @@ def tied_sum(description: ModelDescription, layout: ParallelLayout, cluster: Clu
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NO_COST
     elements = description.tied_parameters / layout.tensor
-    if layout.implementation == "hpcdist":
+    if layout.kernels.sums_tied_in_pair:
         there = message(elements * STORED_ITEM_BYTES[layout.precision], layout, "pipeline", cluster)
         return there._replace(seconds=2 * there.seconds)
     return message(elements * summed_item_bytes(layout), layout, "pipeline", cluster)

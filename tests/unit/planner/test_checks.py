@@ -9,10 +9,10 @@ from harness.made_plans import problems
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.planner import checks
+from hpcdist.planner.checks import unsupported
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
-from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe, inner, of_config
