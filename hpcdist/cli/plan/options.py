@@ -24,7 +24,7 @@ CALIBRATE: Final = "calibrate"
 # name -> ("module:attribute" of the click command, its line in the overview)
 COMMANDS: Final = {
     "search": ("hpcdist.cli.plan.search:command", "Find the best layouts for a number of devices."),
-    "compare": ("hpcdist.cli.plan.compare:command", "Compare several layouts or clusters in a table."),
+    "compare": ("hpcdist.cli.plan.group:compare", "Compare several layouts or clusters in a table."),
     "clusters": ("hpcdist.cli.plan.group:clusters", "List the known clusters, or print one."),
     "models": ("hpcdist.cli.plan.group:models", "List the known models, or print one."),
     CALIBRATE: ("hpcdist.cli.plan.calibrate:command", "Measure this machine, and write a cluster file."),

@@ -38,7 +38,7 @@ OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 # Notes on the searched layouts:
 WITH_OTHERS: Final = "the search includes layouts that this version of hpcdist cannot run; --runnable excludes them"
 RUNNABLE_ALONE: Final = "the search covers only layouts that this version of hpcdist runs; omit --runnable for all"
-# Options of the command that plans the best layout again, except those that are always printed.
+# Options of the command that plans the best layout again. --data and --microbatch are always printed.
 _LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero", "servers"))
 # Recipe key -> search setting (`SearchSpec` field) that gets only the key's value, if the command line sets it.
 _FIXED_KEYS: Final = {OPTION_KEYS[name]: axis for name, axis in SEARCH_AXES.items() if name in OPTION_KEYS} | {
@@ -104,7 +104,7 @@ def command(
     idle_lines = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
     searched = RUNNABLE_ALONE if options["runnable"] else WITH_OTHERS
     notes = (searched, *simulator_notes, *sorted(idle_lines), *subject.notes, *table.assumption_line(on))
-    replan = _replan(result, recipe, overrides, options | {"cluster": cluster}, subject)
+    replan = _replan_command(result, recipe, overrides, options | {"cluster": cluster}, subject.layout)
     if as_json:
         click.echo(json.dumps(_jsonable(result, subject, on, notes) | {"again": replan}))
     else:
@@ -169,22 +169,6 @@ def _memory_bytes(size_text: str, cluster: "Cluster") -> float:
     return limit
 
 
-def _replan(
-    result: "SearchResult",
-    path: Path | None,
-    overrides: tuple[str, ...],
-    options: Mapping[str, Any],
-    subject: "PlanSubject",
-) -> str | None:
-    from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
-
-    if not result.found:
-        return None
-    layout = result.found[0].estimate.layout
-    simulate = options["simulate"] and passes(layout, subject.global_batch) <= MOST_PASSES
-    return replan_command(path, overrides, options, subject.layout, layout, simulate=simulate)
-
-
 def _jsonable(
     result: "SearchResult", subject: "PlanSubject", cluster: "Cluster", notes: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -201,26 +185,26 @@ def _jsonable(
     return figures
 
 
-def replan_command(
+def _replan_command(
+    result: "SearchResult",
     path: Path | None,
     overrides: Sequence[str],
     options: Mapping[str, Any],
     base: "ParallelLayout",
-    layout: "ParallelLayout",
-    *,
-    simulate: bool,
-) -> str:
-    """Return the `hpcdist plan` command line for ``layout``, which a search found.
-
-    ``base``: layout of the recipe. Arguments of the search: ``path`` (recipe file), ``overrides`` (--set), ``options``.
-    """
+) -> str | None:
+    # The `hpcdist plan` command line for the best layout, or None without one. ``base``: layout of the recipe.
     from hpcdist.cli.plan.group import command
+    from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
 
+    if not result.found:
+        return None
+    layout = result.found[0].estimate.layout
+    is_simulated = options["simulate"] and passes(layout, result.global_batch) <= MOST_PASSES
     values = {
         **{name: value for name, value in options.items() if name not in (*LAYOUT_FIELDS, "devices", "simulate")},
         **_layout_options(options, base, layout),
         "overrides": overrides,
-        "simulate": None if simulate or layout.pipeline == 1 else False,
+        "simulate": None if is_simulated or layout.pipeline == 1 else False,
     }
     words = [
         word for option in command.params if isinstance(option, click.Option) for word in _option_words(option, values)

@@ -25,7 +25,7 @@ from hpcdist.planner.memory.activations import (
 from hpcdist.planner.memory.model_states import exchanged, server_bytes, stage_of, states, unsharded, whole_units
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import SplitKey, UnitGroup, chunks_of_split, stages_of_split
-from hpcdist.planner.time.stage_load import SHARED, RowRoute, row_buffers, row_route
+from hpcdist.planner.time.expert_rows import SHARED, RowRoute, row_buffers, row_route
 from hpcdist.strategies.pipeline.memory import IN_MESSAGES, LiveMicroBatches, Moment, moments
 from hpcdist.strategies.schedule.generate.passes import expand, interleaved_group
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule

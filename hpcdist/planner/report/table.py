@@ -1,11 +1,10 @@
-"""Comparison of plans: tables with one row per plan, differences, and warnings ("flags") in order of importance.
+"""Tables of several plans, one row per plan, and the warnings ("flags") of plans in order of importance.
 
 `search_table` prints the result of a search, `comparison_table` the same model with several layouts or clusters.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from hpcdist.planner.checks import unsupported
@@ -23,6 +22,7 @@ from hpcdist.planner.report.quantities import (
     nbytes,
     seconds,
     share,
+    slowdown_line,
     wrapped,
 )
 from hpcdist.reporting import table as text_table
@@ -47,8 +47,6 @@ _UNSUPPORTED: Final = 2  # rank of the messages of `unsupported`
 _NUMBER: Final = re.compile(r"[0-9][0-9.,e+-]*")
 HEADS: Final = ("step", "MFU", "HFU", "memory", "of", "J/step", "data", "pipe", "tensor", "ctx", "micro", "strategy")
 _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
-SMALL: Final = 0.005  # share of a step: smaller differences of a term are not printed
-_FIRST_FIELDS: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
@@ -230,36 +228,3 @@ def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
             if number != best_number and estimate.global_batch == best.global_batch:
                 lines += wrapped(f"row {best_number} compared with row {number}: {slowdown_line(best, estimate)}")
     return lines
-
-
-def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return pairs (name, ``terms[name]`` - ``other[name]``), the largest absolute difference first. Local.
-
-    A missing name counts as 0. Names with value 0 in both dicts are omitted.
-    """
-    names = [name for name in {**terms, **other} if terms.get(name) or other.get(name)]
-    excess = [(name, terms.get(name, 0.0) - other.get(name, 0.0)) for name in names]
-    return sorted(excess, key=lambda item: -abs(item[1]))
-
-
-def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
-    """Return a line that says how much faster a step of ``estimate`` is than a step of ``other``, and why. Local."""
-    gain_s = other.step_s - estimate.step_s
-    excess = differences(estimate.timing.terms, other.timing.terms)
-    shown = [(name, excess_s) for name, excess_s in excess if abs(excess_s) > SMALL * estimate.step_s]
-    less = ", ".join(f"{seconds(-excess_s)} less of {name}" for name, excess_s in shown if excess_s < 0)
-    more = ", ".join(f"{seconds(excess_s)} more of {name}" for name, excess_s in shown if excess_s > 0)
-    if abs(gain_s) <= SMALL * SMALL * estimate.step_s:
-        verdict = "as fast"
-    else:
-        direction = "faster" if gain_s > 0 else "slower"
-        verdict = f"{seconds(abs(gain_s))} ({figures(100 * abs(gain_s) / other.step_s)} %) a step {direction}"
-    reasons = ", but ".join(filter(None, (less, more)))
-    return f"{verdict}: {reasons}" if reasons else verdict
-
-
-def changes(layout: ParallelLayout, other: ParallelLayout) -> str:
-    """Return the fields of ``layout`` that differ from ``other``, e.g. "data 32 instead of 4", or "". Local."""
-    names = dict.fromkeys((*_FIRST_FIELDS, *asdict(layout)))
-    pairs = [(name, getattr(layout, name), getattr(other, name)) for name in names]
-    return ", ".join(f"{name} {value} instead of {old}" for name, value, old in pairs if value != old)

@@ -18,9 +18,17 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.plan import COMPUTING, plan
-from hpcdist.planner.report.quantities import bytes_in_both, figures, joules, nbytes, seconds, share
-from hpcdist.planner.report.table import changes, slowdown_line
-from hpcdist.planner.search import bounds, space
+from hpcdist.planner.report.quantities import (
+    bytes_in_both,
+    changes,
+    figures,
+    joules,
+    nbytes,
+    seconds,
+    share,
+    slowdown_line,
+)
+from hpcdist.planner.search import space
 from hpcdist.planner.search.branch_and_bound import BranchAndBound
 from hpcdist.planner.search.space import SearchSpec
 
@@ -121,7 +129,7 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
             f"the search uses {devices} devices, but the cluster {cluster.name} has only {cluster.devices}; use fewer "
             "devices, or increase devices in the cluster file"
         )
-    bounds.check_objective(spec.objective, cluster)
+    space.check_objective(spec.objective, cluster)
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
@@ -136,11 +144,11 @@ def _simulated(walk: BranchAndBound) -> tuple[list[tuple[float, PlanEstimate]], 
         if layout.pipeline > 1 and passes(layout, walk.global_batch) <= MOST_PASSES:
             arguments = walk.description, layout, walk.cluster, walk.global_batch, spec.steps
             estimate = plan(*arguments, simulate=True, limit_bytes=walk.limit_bytes)
-            value = bounds.value(estimate, spec.objective)
+            value = space.value(estimate, spec.objective)
         elif layout.pipeline > 1:
             skipped += 1
         finalists.append((value, estimate))
-    finalists.sort(key=lambda finalist: bounds.value_and_tie_break(finalist[1], spec.objective))
+    finalists.sort(key=lambda finalist: space.value_and_tie_break(finalist[1], spec.objective))
     many = f"{skipped} of {len(finalists)} finalists have more than {MOST_PASSES} passes"
     text = f"{many} and are not simulated; their times are closed-form estimates"
     return finalists, (text,) if skipped else ()
@@ -149,7 +157,7 @@ def _simulated(walk: BranchAndBound) -> tuple[list[tuple[float, PlanEstimate]], 
 def _explained(
     finalists: list[tuple[float, PlanEstimate]], spec: SearchSpec, cluster: Cluster
 ) -> tuple[RankedLayout, ...]:
-    unit, ranked = bounds.unit(spec.objective, cluster), []
+    unit, ranked = space.unit(spec.objective, cluster), []
     for number, (value, estimate) in enumerate(finalists[: spec.first]):
         next_best = finalists[number + 1][1] if number + 1 < min(len(finalists), spec.first) else None
         ranked.append(
@@ -177,7 +185,7 @@ def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: st
     if other is None:
         return ()
     lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]
-    first, second = bounds.value(estimate, objective), bounds.value(other, objective)
+    first, second = space.value(estimate, objective), space.value(other, objective)
     if objective != "time":
         lines.append(
             f"{objective} {figures(100 * (second - first) / second)} % less: {_sums(estimate, other, objective)}"

@@ -1,6 +1,6 @@
 """Branch and bound over the space of layouts, best first, with a memory filter.
 
-A heap orders nodes by a lower bound (`hpcdist.planner.search.bounds`). The search ends if the smallest bound is not
+A heap orders nodes by a lower bound (`hpcdist.planner.search.space`). The search ends if the smallest bound is not
 better than the last result. Memory does not decrease with the size of equal micro-batches in complete groups, so few
 layouts need a memory estimate.
 """
@@ -22,9 +22,8 @@ from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import step_flops
 from hpcdist.planner.plan import least_s, plan
-from hpcdist.planner.search import bounds, space
-from hpcdist.planner.search.bounds import FamilyTotals
-from hpcdist.planner.search.space import SearchSpec, Strategy, with_strategy
+from hpcdist.planner.search import space
+from hpcdist.planner.search.space import FamilyTotals, SearchSpec, Strategy, with_strategy
 from hpcdist.planner.time.pipeline import border
 from hpcdist.planner.time.step import MicrobatchFlow, microbatch_flow
 
@@ -198,8 +197,8 @@ class BranchAndBound:
                 for microbatch in space.sizes(cut, self.global_batch, self.wanted):
                     self.layouts += orders * variants
                     family = cut.but(microbatch=microbatch)
-                    of_all = bounds.family_totals(self.description, family, self.cluster, self.global_batch)
-                    bound = bounds.family_bound(of_all, family, self.cluster, objective)
+                    of_all = space.family_totals(self.description, family, self.cluster, self.global_batch)
+                    bound = space.family_bound(of_all, family, self.cluster, objective)
                     nodes.append(SearchNode(self._bound(bound, family), next(self._numbers), family, of_all))
         heapq.heapify(nodes)
         self._heap = nodes
@@ -218,13 +217,13 @@ class BranchAndBound:
             if len(fitting) < len(strategies):
                 self.refusals.layout(self._full(order, strategies), len(strategies) - len(fitting))
             if fitting:
-                bound = bounds.schedule_bound(of_all, order, hop_s, self.cluster, self.wanted.objective)
+                bound = space.schedule_bound(of_all, order, hop_s, self.cluster, self.wanted.objective)
                 self._wait(SearchNode(self._bound(bound, order), next(self._numbers), order, None, fitting))
 
     def _time(self, node: SearchNode) -> None:
         arguments = node.layout, self.cluster, self.global_batch
         flow = microbatch_flow(self.description, *arguments)
-        bound = bounds.order_bound(flow, self.description, *arguments, self.wanted.objective)
+        bound = space.order_bound(flow, self.description, *arguments, self.wanted.objective)
         self._wait(node._replace(bound=self._bound(bound, node.layout), known=flow))
 
     def _bound(self, floor: float, layout: ParallelLayout) -> Bound:
@@ -264,7 +263,7 @@ class BranchAndBound:
         arguments = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
         estimate = plan(*arguments, limit_bytes=self.limit_bytes, flow=flow)
         self.estimated += 1
-        self._keep((*bounds.value_and_tie_break(estimate, self.wanted.objective), *seen), estimate)
+        self._keep((*space.value_and_tie_break(estimate, self.wanted.objective), *seen), estimate)
 
     def _keep(self, rank: Rank, estimate: PlanEstimate) -> None:
         if rank >= self._last:

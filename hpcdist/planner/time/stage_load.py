@@ -8,10 +8,6 @@ first all-gather can overlap the gradients' computation (arXiv:2205.05198, secti
 
 The context axis gathers keys and values in forward, and reduce-scatters their gradients (arXiv:2407.21783, section
 3.3.2). In hpcdist they pass round a ring, once more in backward, or heads are exchanged for tokens.
-
-Token rows are sent to experts in node memory, or in messages. hpcdist chooses as `hpcdist.strategies.expert.axis.algorithm_for`: ranks of one node without GPUs read the rows in
-shared memory; ranks of several nodes send one message between two nodes; all others send pairwise. An exchange in node
-memory has the latency of a message. Megatron-LM sends pairwise, without counts and copies.
 """
 
 from collections import Counter
@@ -24,10 +20,10 @@ from hpcdist.planner.memory.activations import context_share
 from hpcdist.planner.model.description import AttentionShape, ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
-from hpcdist.planner.time.network import MessageCost, collective, group, members_inside, span
+from hpcdist.planner.time.expert_rows import counts_bytes as row_counts_bytes
+from hpcdist.planner.time.expert_rows import row_turn
+from hpcdist.planner.time.network import MessageCost, collective, span
 from hpcdist.strategies.context.costs import counts_bytes, exchanged_bytes, ring_exposed_s, ring_passes
-from hpcdist.strategies.expert import costs as expert_costs
-from hpcdist.strategies.expert.costs import COPIES, node_traffic, published_bytes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -35,13 +31,6 @@ OVERLAPPED: Final = 2  # in backward, overlapping gradients that do not wait for
 RECOMPUTE: Final = 3
 _PLACES: Final = (0, 1, 1, 2)  # phase -> index of the waits in `CollectiveWait`
 LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
-
-SHARED: Final = "node memory"
-HIERARCHICAL: Final = "hierarchical"
-PAIRS: Final = "pairs"
-EVEN_LOADS_FLAG: Final = (
-    "expert loads are assumed to be balanced: ranks with more rows take longer, and the other ranks wait for them"
-)
 
 
 class AxisCollective(NamedTuple):
@@ -86,16 +75,6 @@ class CollectiveWait(NamedTuple):
     algorithms: dict[str, str]
     flags: tuple[str, ...]
     hidden_s: float = 0.0
-
-
-class RowRoute(NamedTuple):
-    """Method ``way`` to send tokens to experts on ``nodes`` nodes, with ``each`` expert-parallel ranks per node."""
-
-    # "node memory" (shared memory), "hierarchical" (a message from node to node), "pairs" (a message from rank to
-    # rank), or "" without expert parallelism
-    way: str = ""
-    nodes: int = 1
-    each: int = 1
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
@@ -262,7 +241,7 @@ def _calls(
         by_rows = layout.sequence_parallel and layout.kernels.splits_expert_rows
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
         if layout.kernels.routes_rows:
-            yield AxisCollective(FORWARD, "expert", "counts", expert_costs.counts_bytes(first.experts))
+            yield AxisCollective(FORWARD, "expert", "counts", row_counts_bytes(first.experts))
         turns = (FORWARD, "rows"), (FORWARD, "results"), (BACKWARD, "gradients"), (BACKWARD, "results")
         for when, turn in turns:
             yield AxisCollective(when, "expert", turn, tokens * first.inner * each)
@@ -322,60 +301,3 @@ def _ends(nbytes: float, layout: ParallelLayout) -> Iterator[AxisCollective]:
         yield AxisCollective(BACKWARD, "tensor", "all_gather", nbytes)
     else:
         yield AxisCollective(FORWARD, "tensor", "allreduce", nbytes)
-
-
-def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
-    """Return the method (such as shared memory) by which ``layout`` sends tokens to experts of other ranks. Local."""
-    if layout.expert == 1:
-        return RowRoute()
-    total, node_devices = layout.devices - layout.servers, cluster.node.devices
-    each = layout.expert if total <= node_devices else members_inside(layout.expert, layout.tensor, node_devices)
-    nodes, way = layout.expert // each, PAIRS
-    if layout.kernels.routes_rows:
-        if nodes > 1 and layout.algorithm in ("auto", HIERARCHICAL):
-            way = HIERARCHICAL
-        elif nodes == 1 and layout.algorithm == "auto" and not cluster.device.is_accelerator:
-            way = SHARED
-    return RowRoute(way, nodes, each)
-
-
-def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of one all-to-all between expert-parallel ranks. Local.
-
-    ``turn``: kind of data: "counts", "rows" (tokens), "gradients" or "results". ``nbytes``: data size on a device.
-    """
-    reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
-    if not layout.kernels.routes_rows:
-        return collective("all_to_all", nbytes, reach, cluster)
-    if route.way == SHARED:
-        cost = MessageCost(reach.latency_s, 0.0, SHARED)
-    elif route.way == PAIRS:
-        cost = collective("all_to_all", nbytes, reach, cluster)
-    else:
-        cost = _between_nodes(nbytes, route, layout, cluster)
-    moves = cluster.device.memory_bytes_per_s * cluster.device.memory_share
-    copied_s = 2 * COPIES[turn][route.way != SHARED] * nbytes / moves
-    return cost._replace(seconds=cost.seconds + copied_s, flags=(*cost.flags, EVEN_LOADS_FLAG))
-
-
-def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    reach, traffic = span(layout, "expert", cluster), node_traffic(nbytes, route.nodes, route.each)
-    far = reach.tiers[-1]
-    # If fewer ranks of a node send than it has, each gets a larger share of the link, up to a single sender's rate.
-    senders = min(1.0, (route.nodes - 1) / route.each)
-    between_s = traffic.messages * far.latency_s + traffic.most * max(far.single, far.crowded * senders)
-    near = group(route.each, reach.stride, layout.devices - layout.servers, cluster.levels, layout.channels)
-    # `collective` counts a device's part as well, which is not sent.
-    inside = traffic.inside * route.each / max(1, route.each - 1)
-    inside_s = collective("all_to_all", inside, near, cluster).seconds
-    return MessageCost(between_s + inside_s, traffic.between + traffic.inside, HIERARCHICAL, reach.flags)
-
-
-def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of a device's buffers for sending tokens to experts of other ranks. Local.
-
-    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`.
-    """
-    if route.way == SHARED:
-        return published_bytes(round(nbytes)) + nbytes  # plus received gradients
-    return node_traffic(nbytes, route.nodes, route.each).workspace if route.way == HIERARCHICAL else 0.0

@@ -14,9 +14,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.planner.cluster.hardware import ClusterNode, Device, EfficiencyCurve, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
-from hpcdist.planner.time.stage_load import RowRoute, row_route, row_turn
+from hpcdist.planner.time.expert_rows import RowRoute, node_traffic, published_bytes, row_route, row_turn
 from hpcdist.planner.time.step import timing
-from hpcdist.strategies.expert.costs import node_traffic, published_bytes
 from hpcdist.training.build import assemble
 from hpcdist.training.use_cases.plan import subject_of_recipe
 
