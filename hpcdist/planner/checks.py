@@ -36,7 +36,7 @@ class LayoutProblem(NamedTuple):
 def grid_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield problems of the layout's parallel degrees. Micro-batches and schedule are not checked. Local."""
+    """Yield the problems of the parallel degrees of ``layout``, but not of its micro-batches and schedule. Local."""
     yield from _devices(layout, cluster)
     yield from _tensor(description, layout)
     yield from _context(description, layout)
@@ -293,7 +293,7 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield all problems of ``layout`` except lack of memory, or only its invalid values if there are any. Local."""
+    """Yield all problems of ``layout`` except lack of memory. If values are invalid, yield only these. Local."""
     invalid = tuple(LayoutProblem("value", text) for text in layout.invalid_fields())
     wrong = (*size_problems(description, layout.devices, global_batch), *invalid)
     if wrong:
@@ -324,7 +324,7 @@ def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutPr
     limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
     if memory.bytes <= limit:
         return None
-    largest = memory.breaks_first
+    largest = memory.largest_term
     return LayoutProblem(
         "memory",
         f"{memory.bytes / GB:.2f} GB on a device of {limit / GB:.2f} GB (10^9 bytes): "
@@ -369,12 +369,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return texts with the reasons why hpcdist cannot run ``layout``, or () for a Megatron-LM layout."""
+    """Return the reasons why hpcdist cannot run ``layout`` as texts. () if the layout names another program."""
     return () if layout.kernels.is_published else refusals(layout)
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return texts with the reasons why this version of hpcdist cannot run ``layout``."""
+    """Return the reasons why hpcdist cannot run ``layout`` as texts, whatever program the layout names."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

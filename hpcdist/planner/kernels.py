@@ -44,7 +44,8 @@ class Kernels:
     def update_bytes(self, step: int, gradient: int, *, is_narrow: bool) -> int:
         """Return the memory traffic in bytes per parameter for the gradient norm and the optimizer update.
 
-        ``step``: traffic of the optimizer alone. ``gradient``: bytes of a gradient. Keyword ``is_narrow``: 16 bits.
+        ``step``: traffic of the optimizer alone. ``gradient``: bytes of a gradient. The keyword ``is_narrow``: True for
+        16-bit gradients.
         """
         return 2 * gradient + step
 

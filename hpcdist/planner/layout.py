@@ -66,8 +66,8 @@ class ParallelLayout:
     gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
-        """Return a copy in which the keyword arguments replace fields. Faster than `dataclasses.replace`. Local."""
-        layout = object.__new__(ParallelLayout)
+        """Return a copy with other values of the fields that the keyword arguments name. Local."""
+        layout = object.__new__(ParallelLayout)  # faster than `dataclasses.replace`
         layout.__dict__.update(self.__dict__, **changed)
         if len(layout.__dict__) > len(self.__dict__):
             raise TypeError(
@@ -120,8 +120,8 @@ class ParallelLayout:
             if (value := getattr(self, name)) not in choices:
                 near = nearest(str(value), choices)
                 hint = f"did you mean {near!r}? " if near else ""
-                names = ", ".join(choice or repr(choice) for choice in choices)
-                yield f"{name} = {value!r}; {hint}choose one of {names}"
+                accepted = ", ".join(choice or repr(choice) for choice in choices)
+                yield f"{name} = {value!r}; {hint}choose one of {accepted}"
 
     def microbatches(self, global_batch: int) -> int:
         """Return the number of micro-batches per replica and step. The last micro-batch may be smaller."""

@@ -80,12 +80,12 @@ def plan(
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
     times = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes, flow=flow)
     footprint = with_buckets(footprint, layout, times.bucket_bytes)
-    work_ = step_flops(description, layout, global_batch)
+    flops = step_flops(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
-    least = least_s(work_, layout, cluster)
+    least = least_s(flops, layout, cluster)
     times = _capped(_corrected(times, layout, cluster), least)
-    joules = energy(times, layout, cluster, peak_share(work_, times, peak_flops))
-    mfu = work_.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
+    joules = energy(times, layout, cluster, peak_share(flops, times, peak_flops))
+    mfu = flops.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
     return PlanEstimate(
         layout=layout,
         global_batch=global_batch,
@@ -93,7 +93,7 @@ def plan(
         parameters=description.parameters,
         memory=footprint,
         timing=times,
-        work=work_,
+        work=flops,
         energy=joules,
         run=run(steps, times.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
@@ -103,7 +103,7 @@ def plan(
             *_narrow(footprint, times, layout),
             *_all_pairs(description, layout),
             *_unproven(layout, cluster, mfu),
-            *_errors(times, layout, cluster, work_.model_flops / (times.modelled_s * peak_flops)),
+            *_errors(times, layout, cluster, flops.model_flops / (times.modelled_s * peak_flops)),
             *flags(layout, cluster),
             *unsupported(layout),
             *unknown_terms(cluster),
@@ -114,24 +114,24 @@ def plan(
 def _step_range_s(
     times: TimeEstimate, least: float, layout: ParallelLayout, cluster: Cluster
 ) -> tuple[float, float] | None:
-    if not errors_known(layout, cluster):
+    if not is_known_too_fast(layout, cluster):
         return None
     fewest, _, most = (max(least, ratio * times.modelled_s) for ratio in ZERO3_RATIOS)
     return fewest, most
 
 
 def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
-    if not errors_known(layout, cluster):
+    if not is_known_too_fast(layout, cluster):
         return times
     return replace(times, terms={**times.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * times.modelled_s})
 
 
-def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the lowest possible step time in s for FLOPs ``work_`` and the MFU limit of ``cluster`` (0: no limit)."""
+def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
+    """Return the step time in s at the MFU limit of ``cluster``, or 0 without a limit. ``flops``: FLOPs of a step."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
-    return work_.model_flops / (cluster.most_mfu * peak_flops)
+    return flops.model_flops / (cluster.most_mfu * peak_flops)
 
 
 def _capped(times: TimeEstimate, least: float) -> TimeEstimate:
@@ -150,13 +150,13 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
     return peaks[layout.computes_in]
 
 
-def peak_share(work_: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
+def peak_share(flops: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
     """Return the fraction of the peak FLOP rate that the devices reach while they compute. Local.
 
-    ``work_``: FLOPs of a step. ``times``: seconds by phase. ``peak_flops``: peak FLOP/s of all devices together.
+    ``flops``: FLOPs of a step. ``times``: seconds by phase. ``peak_flops``: peak FLOP/s of all devices together.
     """
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
-    return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
+    return min(1.0, flops.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
 
 
 def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> float:
@@ -214,7 +214,7 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
             f"MFU is limited to {cluster.most_mfu:.1%}, the best published training on such devices: the formulas give "
             f"{modelled_mfu:.1%}, which was never measured; `hpcdist plan calibrate` measures your cluster"
         )
-    if errors_known(layout, cluster):
+    if is_known_too_fast(layout, cluster):
         least, median, most = ZERO3_RATIOS
         flags.append(
             f"ZeRO-3: published steps took {least:g} to {most:g} times as long as the formulas give; the step, its "
@@ -223,8 +223,8 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
     return tuple(flags)
 
 
-def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if predicted times are known to be too short: for ZeRO-3 on an uncalibrated cluster."""
+def is_known_too_fast(layout: ParallelLayout, cluster: Cluster) -> bool:
+    """Return True for ZeRO-3 on an uncalibrated cluster: published steps took longer than the formulas give."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
@@ -367,7 +367,7 @@ def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
 
 
 def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings about energy terms that are left out, because ``cluster`` lacks data, or are assumed."""
+    """Return warnings about energy terms that are unknown on ``cluster`` or assumed."""
     terms = (
         (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
         (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),

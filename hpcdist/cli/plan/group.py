@@ -100,7 +100,7 @@ class PlanGroup(LazyGroup):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context of the sub-command that ``args[0]`` names, or else of the plan command."""
+        """Return the context of the sub-command that ``args[0]`` names, or of the plan command without a sub-command."""
         args = list(args)
         if f"--{CALIBRATE}" in args:
             args.remove(f"--{CALIBRATE}")
@@ -181,7 +181,7 @@ def command(
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
-    """Draw memory use and step timeline of the plan ``answer`` for the model and layout ``subject`` to ``file``.
+    """Draw the memory use and the step timeline of the plan ``answer`` of ``subject`` (model and layout) to ``file``.
 
     Raises MissingCapabilityError without matplotlib, StorageError if writing fails, UsageError for an unknown format.
     """

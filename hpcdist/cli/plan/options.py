@@ -70,7 +70,7 @@ TOKENS: Final = Parsed("tokens", partial(parse_size, of="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):
-    """Option of `hpcdist plan`. ``axis``: the search setting (`SearchSpec` field) that the option sets, or ""."""
+    """Option of `hpcdist plan`. ``axis``: field of `SearchSpec` that the option sets in `plan search`, or ""."""
 
     flags: str
     kind: Kind

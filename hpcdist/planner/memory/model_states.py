@@ -65,7 +65,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes of model states per parameter. Keyword-only ``experts``: True for an expert parameter."""
+    """Return the bytes of model states per parameter. The keyword ``experts``: True for an expert parameter."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -128,8 +128,8 @@ AHEAD: Final = 4  # gradients in flight at a server, `hpcdist.strategies.paramet
 WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-bit parameters
 
 
-def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of a rank's temporary full copies of one layer. ``longest``: parameters of the largest layer."""
+def layer_copy_bytes(layout: ParallelLayout, longest: float) -> float:
+    """Return the bytes of a device's temporary gathered copies of one layer. ``longest``: parameters of this layer."""
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
@@ -139,10 +139,12 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
     return each * longest / layout.tensor
 
 
-def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
+def buffer_bytes(
+    layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES
+) -> float:
     """Return the bytes of a device's buffers for hpcdist's collectives over the data axis.
 
-    ``parameters``: number on the device. ``longest``: parameters of the largest layer, before tensor sharding.
+    ``parameters``: on the device. ``longest``: parameters of the largest layer, before tensor sharding.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
@@ -164,7 +166,7 @@ def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes:
     """Return ``estimate`` plus the memory of gradient buckets of ``bucket_bytes`` bytes above the default size."""
     if bucket_bytes <= BUCKET_BYTES or not layout.kernels.grows_buckets:
         return estimate
-    more = exchanged(layout, math.inf, 0.0, bucket_bytes) - exchanged(layout, math.inf, 0.0)
+    more = buffer_bytes(layout, math.inf, 0.0, bucket_bytes) - buffer_bytes(layout, math.inf, 0.0)
     return replace(estimate, terms={**estimate.terms, "messages": estimate.terms["messages"] + more})
 
 

@@ -57,12 +57,12 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of layer ``unit`` per sample. Keyword-only ``exact``: True to omit masked pairs."""
+    """Return the forward FLOPs of layer ``unit`` per sample. The keyword ``exact``: True to omit masked pairs."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of attention in layer ``unit`` per sample. Keyword-only ``exact``: omit masked pairs."""
+    """Return the forward FLOPs of attention in layer ``unit`` per sample. The keyword ``exact``: omit masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -104,9 +104,9 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """Group of equal consecutive layers in a pipeline chunk.
+    """Group of ``times`` equal consecutive layers in a pipeline chunk.
 
-    ``unit``: description of a layer. ``place``: index in ``ModelDescription.units``. ``times``: number of layers.
+    ``unit``: description of one layer. ``place``: index in ``ModelDescription.units``.
     """
 
     unit: ModelUnit
@@ -140,7 +140,7 @@ class SplitKey(NamedTuple):
 
     @property
     def layout(self) -> ParallelLayout:
-        """`ParallelLayout` with the fields of this `SplitKey`. All other fields have their default values."""
+        """`ParallelLayout` with the fields of this key. All other fields have their default values."""
         return ParallelLayout(**self._asdict())
 
 
@@ -155,20 +155,20 @@ def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[Stage
 
 
 @lru_cache(maxsize=4096)
-def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layer groups of each pipeline rank. ``cut``: `ParallelLayout` fields that set the split. Local."""
-    if cut.pipeline == 1:
+def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
+    """Return the layer groups of each pipeline rank. ``split_key``: layout fields that set the split. Local."""
+    if split_key.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
-    by_rank: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
-    for rank, shares in chunks_of_split(description, cut):
+    by_rank: list[list[UnitGroup]] = [[] for _ in range(split_key.pipeline)]
+    for rank, shares in chunks_of_split(description, split_key):
         by_rank[rank] += shares
     return tuple(_joined(shares_of_rank) for shares_of_rank in by_rank)
 
 
 @lru_cache(maxsize=4096)
-def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. ``cut``: `ParallelLayout` fields that set the split. Local."""
-    ranks, chunks_per_rank, schedule, implementation, recompute = cut
+def chunks_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[StageChunk, ...]:
+    """Return all pipeline chunks in model order. ``split_key``: layout fields that set the split. Local."""
+    ranks, chunks_per_rank, schedule, implementation, recompute = split_key
     row = SCHEDULES.get(schedule)
     if row is not None and row.most is not None and ranks > 1:
         chunks_per_rank = row.most

@@ -123,7 +123,7 @@ def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster
     layout, memory = estimate.layout, estimate.memory
     fields = asdict(estimate)
     fields["layout"] |= {"devices": layout.devices, "microbatches": layout.microbatches(estimate.global_batch)}
-    fields["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "breaks_first": memory.breaks_first}
+    fields["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "largest_term": memory.largest_term}
     fields["timing"] |= {"step_s": estimate.timing.step_s}
     fields["energy"] |= {"joules": estimate.energy.joules}
     fields["assumptions"] = list(toml_file.assumptions(cluster))

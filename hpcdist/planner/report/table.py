@@ -52,7 +52,7 @@ _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
     """Return the distinct warnings ``flags``, the most important first. Local.
 
-    ``layouts``: the planned layouts. Warnings about features that these layouts use and hpcdist lacks come early.
+    ``layouts``: the planned layouts. Warnings about features that hpcdist lacks come early.
     """
     unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
 
@@ -108,7 +108,7 @@ def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
 
 
 def assumption_line(cluster: Cluster) -> tuple[str, ...]:
-    """Return a line with the sections of the cluster file that contain assumptions, or () if there are none. Local."""
+    """Return a line that lists the sections of the cluster file with assumptions, or () without assumptions. Local."""
     sections = list(dict.fromkeys(text.partition(":")[0] for text in toml_file.assumptions(cluster)))
     if not sections:
         return ()

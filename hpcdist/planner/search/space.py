@@ -134,7 +134,7 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of layout ``grid`` with each pair (recomputation, sequence parallelism) listed in ``spec``."""
+    """Yield copies of the layout ``grid``, one for each pair (recomputation, sequence parallelism) of ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
     if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed
@@ -145,7 +145,7 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try for the data-parallel degree of ``grid``, in ascending order. Local."""
+    """Return the micro-batch sizes to try for the layout ``grid``, in ascending order. Local."""
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
@@ -159,7 +159,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return pairs (pipeline schedule, chunks per rank) to try. Without a pipeline, only ("sequential", 1). Local."""
+    """Return the pairs (pipeline schedule, chunks per rank) to try for the layout ``grid``. Local."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
@@ -173,7 +173,7 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
 
 
 def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
-    """Return the (strategy, compression) pairs to try: only one pair if no ranks exchange gradients. Local."""
+    """Return the (strategy, compression) pairs to try for the layout ``grid``. One rank needs only one pair. Local."""
     if grid.data * grid.context == 1:
         none = "none" if "none" in spec.compressions else spec.compressions[0]
         return ((spec.strategies[0], none),)
@@ -293,7 +293,7 @@ def family_totals(
 ) -> FamilyTotals:
     """Return the times per micro-batch of the whole model, over all pipeline ranks. Local.
 
-    ``family``: any layout; its schedule, chunks, data-axis strategy and compression have no influence.
+    ``family``: a layout whose schedule, chunks, data-axis strategy and compression are ignored.
     """
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
@@ -324,46 +324,46 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
     return entry
 
 
-def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
+def family_bound(totals: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
     """Return a lower bound of the objective of layout ``family``, without pipeline idle time. Local.
 
-    ``of_all``: result of `family_totals` for this layout. ``objective``: such as "time" or "energy".
+    ``totals``: result of `family_totals` for this layout. ``objective``: such as "time" or "energy".
     """
-    return _floor(of_all, 0.0, 0.0, family, cluster, objective)
+    return _floor(totals, 0.0, 0.0, family, cluster, objective)
 
 
 def schedule_bound(
-    of_all: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
+    totals: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
 ) -> float:
     """Return a lower bound of the objective of layout ``order``, including pipeline idle time. Local.
 
-    ``of_all``: result of `family_totals`. ``hop_s``: seconds of a message to the next pipeline rank.
+    ``totals``: result of `family_totals`. ``hop_s``: seconds of a message to the next pipeline rank.
     """
     ranks = order.pipeline
     if ranks == 1:
-        return family_bound(of_all, order, cluster, objective)
+        return family_bound(totals, order, cluster, objective)
     # Let X be the slowest rank's seconds per micro-batch, and S their sum over all p pipeline ranks; m micro-batches, v
     # model chunks per rank. The other ranks need at most Y = S / (p - 1) seconds per micro-batch on average. For ranks
     # with Y seconds, `closed_form` returns an idle time I, too large by at most E: X if the schedule splits backward in
     # two passes, else X / v. If ranks recompute while they wait, E is larger by half for 1F1B, and doubled for
     # interleaved. The step takes at least m X + I - E.
-    most = PlannedSeconds(*(seconds / (ranks - 1) for seconds in of_all.seconds))
-    form = closed_form(order, most, most, math.ceil(of_all.full), hop_s)
+    most = PlannedSeconds(*(seconds / (ranks - 1) for seconds in totals.seconds))
+    form = closed_form(order, most, most, math.ceil(totals.full), hop_s)
     fill = 1.0 if order.schedule in SPLIT else 1 / chunks_of(order.schedule, order.chunks)
     if recomputes_ahead(order):
         fill += fill * RECOMPUTED_SHARE * {"1f1b": 1, "interleaved": 2}.get(order.schedule, 0)
-    idle_s = max(0.0, form.idle_s - fill * of_all.each_s) if of_all.full >= fill else 0.0
-    return ROUNDED * _floor(of_all, idle_s, form.message_s, order, cluster, objective)
+    idle_s = max(0.0, form.idle_s - fill * totals.each_s) if totals.full >= fill else 0.0
+    return ROUNDED * _floor(totals, idle_s, form.message_s, order, cluster, objective)
 
 
 def _floor(
-    of_all: FamilyTotals, idle_s: float, message_s: float, layout: ParallelLayout, cluster: Cluster, objective: str
+    totals: FamilyTotals, idle_s: float, message_s: float, layout: ParallelLayout, cluster: Cluster, objective: str
 ) -> float:
-    busy_s = of_all.each_s * of_all.full
+    busy_s = totals.each_s * totals.full
     least_s = busy_s + idle_s + message_s
     if objective == "time":
         return least_s
-    inside = {"forward": of_all.computing * busy_s, "tensor": (1 - of_all.computing) * busy_s}
+    inside = {"forward": totals.computing * busy_s, "tensor": (1 - totals.computing) * busy_s}
     joules = _joules({**inside, "bubble": idle_s, "pipeline": message_s}, layout, cluster, 0.0)
     return _worth(least_s, joules, layout, cluster, objective)
 

@@ -24,7 +24,7 @@ from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import HALVES, STRATEGIES, ParallelLayout
-from hpcdist.planner.memory.model_states import WIDE, exchanged, unsharded
+from hpcdist.planner.memory.model_states import WIDE, buffer_bytes, unsharded
 from hpcdist.planner.model.stage_split import recomputes_ahead
 from hpcdist.planner.time import gradient_payloads
 from hpcdist.planner.time.gradient_payloads import (
@@ -35,7 +35,7 @@ from hpcdist.planner.time.gradient_payloads import (
     compressed_sum,
     gradient_item_bytes,
 )
-from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substituted
+from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substitute_warning
 
 WORTHWHILE: Final = 0.9  # longer buckets must reduce the exposed time to this share
 # Messages of Megatron-LM's ZeRO-3 per GPT block: two norms and four products, weight and bias each. Chosen for
@@ -100,7 +100,9 @@ def choose_bucket(
 
 
 def _more(gradients: BucketedGradients, layout: ParallelLayout, bucket_bytes: float) -> float:
-    return exchanged(layout, gradients.parameters, 0.0, bucket_bytes) - exchanged(layout, gradients.parameters, 0.0)
+    return buffer_bytes(layout, gradients.parameters, 0.0, bucket_bytes) - buffer_bytes(
+        layout, gradients.parameters, 0.0
+    )
 
 
 class ExchangeCost(NamedTuple):
@@ -151,7 +153,7 @@ def exchange(
 ) -> ExchangeCost:
     """Return the cost per step of exchanging a device's gradients and parameters with its data-parallel replicas.
 
-    ``parameters``: number on the device. ``backward_s``: backward seconds of a micro-batch. ``microbatches``: per step.
+    ``parameters``: on the device. ``backward_s``: backward seconds of a micro-batch. ``microbatches``: per step.
     Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:
@@ -303,7 +305,7 @@ class _Job(NamedTuple):
 
     def _ignored(self, operation: str, taken: str) -> tuple[str, ...]:
         name = self.layout.algorithm
-        return () if name == "auto" else (substituted(name, operation, taken),)
+        return () if name == "auto" else (substitute_warning(name, operation, taken),)
 
     def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> MessageCost:
         layout = self.layout

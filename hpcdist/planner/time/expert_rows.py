@@ -34,13 +34,13 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Method ``way`` to send tokens to experts on ``nodes`` nodes, with ``each`` expert-parallel ranks per node."""
+    """Method to send tokens to experts on ``nodes`` nodes, with ``ranks_per_node`` expert-parallel ranks per node."""
 
     # "node memory" (shared memory), "hierarchical" (a message from node to node), "pairs" (a message from rank to
     # rank), or "" without expert parallelism
-    way: str = ""
+    method: str = ""
     nodes: int = 1
-    each: int = 1
+    ranks_per_node: int = 1
 
 
 def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
@@ -66,26 +66,26 @@ def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster)
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if not layout.kernels.routes_rows:
         return collective("all_to_all", nbytes, reach, cluster)
-    if route.way == SHARED:
+    if route.method == SHARED:
         cost = MessageCost(reach.latency_s, 0.0, SHARED)
-    elif route.way == PAIRS:
+    elif route.method == PAIRS:
         cost = collective("all_to_all", nbytes, reach, cluster)
     else:
         cost = _between_nodes(nbytes, route, layout, cluster)
     moves = cluster.device.memory_bytes_per_s * cluster.device.memory_share
-    copied_s = 2 * COPIES[turn][route.way != SHARED] * nbytes / moves
+    copied_s = 2 * COPIES[turn][route.method != SHARED] * nbytes / moves
     return cost._replace(seconds=cost.seconds + copied_s, flags=(*cost.flags, EVEN_LOADS_FLAG))
 
 
 def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    reach, traffic = span(layout, "expert", cluster), node_traffic(nbytes, route.nodes, route.each)
+    reach, traffic = span(layout, "expert", cluster), node_traffic(nbytes, route.nodes, route.ranks_per_node)
     far = reach.tiers[-1]
     # If fewer ranks of a node send than it has, each gets a larger share of the link, up to a single sender's rate.
-    senders = min(1.0, (route.nodes - 1) / route.each)
+    senders = min(1.0, (route.nodes - 1) / route.ranks_per_node)
     between_s = traffic.messages * far.latency_s + traffic.most * max(far.single, far.crowded * senders)
-    near = group(route.each, reach.stride, layout.devices - layout.servers, cluster.levels, layout.channels)
+    near = group(route.ranks_per_node, reach.stride, layout.devices - layout.servers, cluster.levels, layout.channels)
     # `collective` counts a device's part as well, which is not sent.
-    inside = traffic.inside * route.each / max(1, route.each - 1)
+    inside = traffic.inside * route.ranks_per_node / max(1, route.ranks_per_node - 1)
     inside_s = collective("all_to_all", inside, near, cluster).seconds
     return MessageCost(between_s + inside_s, traffic.between + traffic.inside, HIERARCHICAL, reach.flags)
 
@@ -95,9 +95,9 @@ def row_buffers(nbytes: float, route: RowRoute) -> float:
 
     ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`.
     """
-    if route.way == SHARED:
+    if route.method == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients
-    return node_traffic(nbytes, route.nodes, route.each).workspace if route.way == HIERARCHICAL else 0.0
+    return node_traffic(nbytes, route.nodes, route.ranks_per_node).workspace if route.method == HIERARCHICAL else 0.0
 
 
 def counts_bytes(experts: int) -> int:

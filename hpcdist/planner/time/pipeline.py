@@ -236,7 +236,7 @@ def chunks_seconds(
     return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
 
 
-def border(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
+def border_message(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the `MessageCost` of sending a micro-batch's activations to the next pipeline rank. Local."""
     if layout.pipeline == 1:
         return NO_COST

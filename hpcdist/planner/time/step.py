@@ -29,7 +29,7 @@ from hpcdist.planner.time.gradient_payloads import STORED_ITEM_BYTES, summed_ite
 from hpcdist.planner.time.network import NO_COST, MessageCost, collective, message, span
 from hpcdist.planner.time.pipeline import (
     StageTime,
-    border,
+    border_message,
     closed_pipe,
     messages_per_microbatch,
     ranks_of,
@@ -46,16 +46,16 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
     ``parameters``: number of parameters before sharding, of which ``expert_parameters`` belong to experts.
     """
-    numbers = owned(parameters - expert_parameters, layout, layout.data * layout.context)
+    numbers = updated_parameters(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
-        numbers += owned(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
+        numbers += updated_parameters(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
     norm = collective("allreduce", WIDE_BYTES, span(layout, "all", cluster), cluster)
     moves = cluster.device.memory_bytes_per_s * cluster.device.memory_share
-    return numbers * bytes_each(layout) / moves + norm.seconds
+    return numbers * update_bytes_per_parameter(layout) / moves + norm.seconds
 
 
-def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that one device (or parameter server) updates.
+def updated_parameters(parameters: float, layout: ParallelLayout, replicas: int) -> float:
+    """Return the number of parameters that a device or parameter server updates.
 
     ``parameters``: parameters of one device without ZeRO. ``replicas``: number of ranks that ZeRO shards over.
     """
@@ -64,7 +64,7 @@ def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
     return parameters / replicas if stage_of(layout.strategy) else parameters
 
 
-def bytes_each(layout: ParallelLayout) -> float:
+def update_bytes_per_parameter(layout: ParallelLayout) -> float:
     """Return the memory traffic in bytes per parameter for the gradient norm and the optimizer update. Local."""
     parameter, gradient, _ = unsharded(layout)
     wide = layout.precision not in ("float32", "float64")
@@ -101,7 +101,7 @@ def microbatch_flow(
         _check(layout, m)
     ranks = ranks_of(description, layout, cluster, m)
     slowest = max((stage for stage, _ in ranks), key=lambda stage: stage.whole_s)
-    hop = border(description, layout, cluster)
+    hop = border_message(description, layout, cluster)
     if simulate and layout.pipeline > 1:
         pipe = simulated_pipe(description, layout, cluster, m, slowest, hop.seconds)
     else:

@@ -22,7 +22,7 @@ from hpcdist.planner.plan import plan
 from hpcdist.planner.search import space
 from hpcdist.planner.search.best_layouts import search
 from hpcdist.planner.search.space import SearchSpec
-from hpcdist.planner.time.pipeline import border
+from hpcdist.planner.time.pipeline import border_message
 from hpcdist.planner.time.step import microbatch_flow
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
@@ -161,11 +161,11 @@ def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, o
 
 def floors(model, order, on, batch, objective):
     """Return the bounds of an order: by its family, by its schedule, and by its micro-batches."""
-    of_all = space.family_totals(model, order, on, batch)
-    hop_s = border(model, order, on).seconds
+    totals = space.family_totals(model, order, on, batch)
+    hop_s = border_message(model, order, on).seconds
     return (
-        space.family_bound(of_all, order, on, objective),
-        space.schedule_bound(of_all, order, hop_s, on, objective),
+        space.family_bound(totals, order, on, objective),
+        space.schedule_bound(totals, order, hop_s, on, objective),
         space.order_bound(microbatch_flow(model, order, on, batch), model, order, on, batch, objective),
     )
 
