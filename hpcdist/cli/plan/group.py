@@ -100,7 +100,7 @@ class PlanGroup(LazyGroup):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context of the sub-command that ``args[0]`` names, or of the plan command without a sub-command."""
+        """Return the context of the sub-command that ``args[0]`` names, or else of `hpcdist plan` itself."""
         args = list(args)
         if f"--{CALIBRATE}" in args:
             args.remove(f"--{CALIBRATE}")

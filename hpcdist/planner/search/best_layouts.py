@@ -181,7 +181,7 @@ def _refused(tree: BranchAndBound) -> tuple[RefusalCount, ...]:
 
 
 def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return the reasons why ``estimate`` is better in ``objective`` than the next layout ``other`` (None: no reasons)."""
+    """Return the reasons why ``estimate`` is better in ``objective`` than the next layout, ``other`` or None."""
     if other is None:
         return ()
     lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]

@@ -38,6 +38,7 @@ from hpcdist.training.use_cases.plan_layout import (
     layout_of,
     note_unplanned_keys,
     options_given,
+    refuse_unplannable,
     with_keys,
 )
 
@@ -83,24 +84,24 @@ def plan(
     keys: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return memory, time and energy of a training on a cluster, as JSON values. Local: needs neither MPI nor a GPU.
+    """Return memory, time and energy of a training, as JSON values. Local: needs neither MPI nor a GPU.
 
-    ``recipe``: TOML file. Keyword-only: ``cluster``: file, or name listed by `hpcdist plan clusters`. ``keys``: changes
-    of the recipe, ``{"model.layers": 12}``. Others: options of `hpcdist plan`, such as ``devices=64``. Raises
-    UsageError and ConfigurationError.
+    ``recipe``: TOML file. Keywords: ``cluster``: file, or name listed by `hpcdist plan clusters`. ``keys``: values of
+    recipe keys, such as ``{"model.layers": 12}``. Others: options of `hpcdist plan`, such as ``devices=64``. Raises
+    UsageError for wrong options, and ConfigurationError for impossible plans.
     """
-    # "mfu": model FLOPs utilization. Unknown numbers are None. UsageError: wrong options. ConfigurationError:
-    # impossible plans.
+    # "mfu": model FLOPs utilization. Unknown numbers are None.
     for name in options:
         if name not in OPTIONS:
             near = nearest(name, OPTIONS)
             raise UsageError(f"plan has no option {name!r}" + (f"; did you mean {near!r}?" if near else ""))
     options = {name: plain_number(value) for name, value in options.items()}
     simulate = options.pop("simulate", True)
-    on = read_cluster(cluster)
+    described = read_cluster(cluster)
     changes = tuple(f"{key}={value}" for key, value in (keys or {}).items())
-    subject = subject_from_options(None if recipe is None else Path(recipe), changes, options, on)
-    return estimate_json(plan_of_subject(subject, on, simulate=simulate), subject.description, on)
+    subject = subject_from_options(None if recipe is None else Path(recipe), changes, options, described)
+    estimate = plan_of_subject(subject, described, simulate=simulate)
+    return estimate_json(estimate, subject.description, described)
 
 
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
@@ -122,11 +123,11 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return (result of ``make(simulate)``, notes for the user). Without the simulator, call ``make(False)``.
+    """Return (result of ``make(simulate)``, notes for the user). ``make``: function that computes a plan.
 
-    ``make``: function that computes a plan. Keyword-only ``simulate``: True to simulate the pipeline.
+    The keyword ``simulate``: True to simulate the pipeline. If the simulator cannot be loaded, return ``make(False)``
+    and a note with the reason.
     """
-    # If the simulator cannot be loaded, a note has the reason.
     try:
         return make(simulate), ()
     except ImportError as error:
@@ -135,60 +136,60 @@ def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tup
         return make(False), (f"pipelines are planned by closed forms: the simulator cannot be loaded ({error})",)
 
 
-def read_cluster(named: str | None) -> Cluster:
-    """Return the cluster of this name, or from the file of this path. Raises UsageError if ``named`` is None."""
+def read_cluster(name_or_path: str | None) -> Cluster:
+    """Return the shipped cluster of this name, or the cluster in this file. Raises UsageError for None."""
     from hpcdist.planner.cluster import toml_file
 
-    if named is None:
+    if name_or_path is None:
         raise UsageError(f"give --cluster NAME (one of {', '.join(toml_file.names())}), or --cluster FILE")
-    return toml_file.read(named)
+    return toml_file.read(name_or_path)
 
 
 def subject_from_options(
-    path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], on: Cluster
+    path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], cluster: Cluster
 ) -> PlanSubject:
-    """Return the model, layout and batch to plan on cluster ``on``, from the recipe ``path`` or a model in ``options``.
+    """Return the model, layout and batch to plan on ``cluster``: the recipe ``path``, or a model in ``options``.
 
     ``overrides``: KEY=VALUE texts that change the recipe. Raises UsageError for contradictory options, and
     ConfigurationError for an unsupported model.
     """
     given = given_values(overrides, options)
-    subject = subject_of_values(path, overrides, options, given, on)
+    subject = subject_of_values(path, overrides, options, given, cluster)
     for name in ("schedule", "chunks"):
         if subject.layout.pipeline == 1 and str(options.get(name)) not in ("None", "1", "sequential"):
             raise UsageError(
                 f"{flag(name)} {options[name]} with one pipeline device has no effect; leave {flag(name)} out, or give "
                 "--pipeline 2 or more"
             )
-    return with_published_kernels(subject, on, given)
+    return with_published_kernels(subject, cluster, given)
 
 
 def subject_of_values(
-    path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], given: GivenValues, on: Cluster
+    path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], given: GivenValues, cluster: Cluster
 ) -> PlanSubject:
-    """Return the same as `subject_from_options`, for ``given`` values and with the kernels of hpcdist by default."""
-    # Without recipe and model, the default recipe is used. UsageError: contradictory or missing options.
-    # ConfigurationError: the recipe or model cannot be planned. StorageError: the recipe file is missing.
+    """Return the model, layout and batch to plan, with the kernels of hpcdist unless ``options`` name others.
+
+    ``given``: the keys and fields to use, from `given_values`. Other arguments and errors: see `subject_from_options`.
+    """
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
-    if path is not None and (named or numbers):
+    is_recipe = not (named or numbers)
+    described_by = "--model" if named else numbers[0] if numbers else ""
+    if path is not None and not is_recipe:
         raise UsageError(
-            f"the recipe {path} and {'--model' if named else numbers[0]} both describe a model; keep one of them "
-            "(--set model.KEY=VALUE changes the recipe's model)"
+            f"the recipe {path} and {described_by} both describe a model; keep one of them (--set model.KEY=VALUE "
+            "changes the recipe's model)"
         )
-    if not (named or numbers):
+    if is_recipe:
         if path is not None and not path.exists():
             raise StorageError(f"recipe {path}: there is no such file; correct the path")
         recipe = recipes.load(path, overrides).recipe
         subject = subject_of_recipe(recipe, "the default recipe" if path is None else path.stem, options, given)
-        _check_effect(subject.layout, options)
-        return subject
-    for key in given.keys:
-        if key.startswith(("model.", "data.")):
-            raise UsageError(
-                f"--set {key} and {'--model' if named else numbers[0]} both describe a model; keep one of them"
-            )
-    subject = _subject_of_model(_by_name(options) if named else _in_numbers(options), options, given, on)
+    else:
+        for key in given.keys:
+            if key.startswith(("model.", "data.")):
+                raise UsageError(f"--set {key} and {described_by} both describe a model; keep one of them")
+        subject = _subject_of_model(_by_name(options) if named else _in_numbers(options), options, given, cluster)
     _check_effect(subject.layout, options)
     return subject
 
@@ -198,42 +199,31 @@ def subject_of_recipe(
 ) -> PlanSubject:
     """Return model, layout and batch of ``recipe``, changed by ``given`` values. ``name``: title of the plan.
 
-    ``options``: "devices" and "tokens" count. ``parallel.data`` = 0 without devices counts as one replica. Raises
+    ``options``: may have "devices" and "tokens". Without devices, ``parallel.data`` = 0 means one replica. Raises
     ConfigurationError if the planner does not support the recipe, and DataError if its data is unreadable.
     """
     options, given = options or {}, given or GivenValues()
-    devices = options.get("devices")
-    if devices is not None:
+    if options.get("devices") is not None:
         recipe = with_keys(recipe, {"parallel.data": 0})
     recipe = with_keys(recipe, given.keys)
+    refuse_unplannable(recipe)
     notes: list[str] = []
-    layout = layout_of(recipe, given.fields, notes, devices)
-    batch = recipe.run.global_batch
     if recipe.run.batch_warmup:
+        batch = recipe.run.global_batch
         notes.append(f"run.batch_warmup: all steps are planned with the {batch} samples of the last ones")
     description = _description(recipe, name, notes)
-    note_unplanned_keys(recipe, description.shape, notes)
-    if not recipe.parallel.data and devices is None:
-        notes.append(ONE_REPLICA)
-    return PlanSubject(
-        description=description,
-        layout=layout,
-        global_batch=batch,
-        steps=_steps(options, description, recipe),
-        notes=tuple(notes),
-        of_recipe=True,
-    )
+    return replace(_subject(recipe, description, options, given.fields, notes), of_recipe=True)
 
 
 def _subject_of_model(
-    description: ModelDescription, options: Mapping[str, Any], given: GivenValues, on: Cluster
+    description: ModelDescription, options: Mapping[str, Any], given: GivenValues, cluster: Cluster
 ) -> PlanSubject:
     if "run.global_batch" not in given.keys:
         raise UsageError("give --batch, the global number of samples per step; without a recipe it has no default")
     notes: list[str] = []
     keys = dict(_ASSUMED_KEYS)
     if "precision.mode" not in given.keys:
-        keys["precision.mode"] = "bfloat16" if on.device.is_accelerator else "float32"
+        keys["precision.mode"] = "bfloat16" if cluster.device.is_accelerator else "float32"
         notes.append(
             f"{keys['precision.mode']} is assumed, because no recipe sets it; --set precision.mode=MODE plans another "
             "precision"
@@ -242,11 +232,22 @@ def _subject_of_model(
         keys["run.steps"] = DEFAULT_STEPS
         notes.append(f"neither --steps nor --tokens is given: the run is planned with {DEFAULT_STEPS} steps")
     recipe = with_keys(Recipe(), keys | given.keys)
+    refuse_unplannable(recipe)
+    microbatch = {} if "parallel.microbatches" in given.keys else {"microbatch": 1}
+    return _subject(recipe, description, options, _ASSUMED_FIELDS | microbatch | given.fields, notes)
+
+
+def _subject(
+    recipe: Recipe,
+    description: ModelDescription,
+    options: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    notes: list[str],
+) -> PlanSubject:
+    layout = layout_of(recipe, fields, notes, options.get("devices"))
+    note_unplanned_keys(recipe, description.shape, notes)
     if not recipe.parallel.data and options.get("devices") is None:
         notes.append(ONE_REPLICA)
-    microbatch = {} if "parallel.microbatches" in given.keys else {"microbatch": 1}
-    layout = layout_of(recipe, _ASSUMED_FIELDS | microbatch | given.fields, notes, options.get("devices"))
-    note_unplanned_keys(recipe, description.shape, notes)
     return PlanSubject(
         description=description,
         layout=layout,
@@ -257,25 +258,25 @@ def _subject_of_model(
 
 
 def with_published_kernels(
-    subject: PlanSubject, on: Cluster, given: GivenValues | None = None, *, always: bool = False
+    subject: PlanSubject, cluster: Cluster, given: GivenValues | None = None, *, always: bool = False
 ) -> PlanSubject:
-    """Return ``subject`` with Megatron's published kernel speed and memory if cluster ``on`` was not measured.
+    """Return ``subject`` with Megatron's published kernel speed and memory if ``cluster`` was not measured.
 
     ``given``: values of the command line, which may choose the kernels.
     """
     # Only for transformers on GPUs for which the user chose no kernels. Layouts that Megatron does not support are
     # changed only with ``always``.
-    is_measured = on.calibrated or not on.device.is_accelerator
+    is_measured = cluster.calibrated or not cluster.device.is_accelerator
     is_chosen = given is not None and "implementation" in given.fields
     if is_measured or is_chosen or subject.description.shape is None:
         return subject
     library = subject.layout.library or ("mpi" if subject.of_recipe else "")
     layout = replace(subject.layout, implementation=Megatron.name, library=library)
-    if not always and any(checks.shape_problems(subject.description, layout, on, subject.global_batch)):
+    if not always and any(checks.shape_problems(subject.description, layout, cluster, subject.global_batch)):
         return subject
     note = (
-        f"kernels and memory are those of published trainings, because hpcdist is not measured on {on.device.name}: "
-        "--implementation hpcdist plans its kernels anyway"
+        "kernels and memory are those of published trainings, because hpcdist is not measured on "
+        f"{cluster.device.name}: --implementation hpcdist plans its kernels anyway"
     )
     return replace(subject, layout=layout, notes=(*subject.notes, note, *unsupported(subject.layout)))
 

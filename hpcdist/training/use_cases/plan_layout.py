@@ -134,10 +134,8 @@ def layout_of(
     """Return the parallel layout of ``recipe`` on ``devices`` devices. Adds texts about ignored settings to ``notes``.
 
     ``given``: fields of the layout that replace the recipe's values. ``devices`` None: ``parallel.data`` replicas.
-    Raises ConfigurationError for an unsupported strategy, schedule or number of chunks, and UsageError if the degrees
-    do not fit ``devices``.
+    Raises ConfigurationError for an unsupported number of chunks, and UsageError if the degrees do not fit ``devices``.
     """
-    _refuse(recipe)
     parallel = recipe.parallel
     pipeline, order = parallel.pipeline, parallel.order
     chunks = chunks_of(order, parallel.chunks) if pipeline > 1 and order in SCHEDULES else 1
@@ -168,7 +166,8 @@ def layout_of(
     return replace(layout, microbatch=max(1, -(-recipe.run.global_batch // (layout.data * parallel.microbatches))))
 
 
-def _refuse(recipe: "Recipe") -> None:
+def refuse_unplannable(recipe: "Recipe") -> None:
+    """Raise ConfigurationError if the planner has no formulas for the strategy or schedule of ``recipe``."""
     parallel = recipe.parallel
     if parallel.strategy not in STRATEGIES:
         raise ConfigurationError(
