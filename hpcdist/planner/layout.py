@@ -152,3 +152,17 @@ _RENAMED = {"context": "context_ranks", "expert": "expert_ranks"}
 LAYOUT_FIELDS = {_RENAMED.get(item.name, item.name): item.name for item in fields(ParallelLayout)} | {"zero": "zero"}
 # Options of the layout that no recipe key sets. The names of the options and of the fields are equal.
 PLANNER_OPTIONS = tuple(name for name in LAYOUT_FIELDS if name not in OPTION_KEYS)
+# Field of the layout -> setting of a search (`SearchSpec`) that lists the values to try.
+SEARCH_SETTINGS = {
+    "pipeline": "pipelines",
+    "tensor": "tensors",
+    "context": "contexts",
+    "expert": "experts",
+    "strategy": "strategies",
+    "microbatch": "microbatches",
+    "schedule": "schedules",
+    "chunks": "chunks",
+    "recompute": "recompute",
+    "sequence_parallel": "sequence_parallel",
+    "compression": "compressions",
+}

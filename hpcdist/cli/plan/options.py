@@ -7,13 +7,13 @@ import importlib
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
 
 from hpcdist.cli.common import COUNT, FILE, Decorator, Parsed, stacked
-from hpcdist.planner.layout import IMPLEMENTATIONS, LIBRARIES, OPTION_KEYS, RECOMPUTE
+from hpcdist.planner.layout import IMPLEMENTATIONS, LAYOUT_FIELDS, LIBRARIES, OPTION_KEYS, RECOMPUTE, SEARCH_SETTINGS
 from hpcdist.reporting.units import parse_size
 
 MODEL_SECTION: Final = "Model in numbers"
@@ -64,18 +64,16 @@ class FiniteNumber(click.FloatRange):
         return number
 
 
-Kind: TypeAlias = click.ParamType | tuple[str, ...] | None  # of an option: click type, choices, or None for a flag
 SHARE: Final = FiniteNumber(0.0, 1.0)
 TOKENS: Final = Parsed("tokens", partial(parse_size, of="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):
-    """Option of `hpcdist plan`. ``axis``: field of `SearchSpec` that the option sets in `plan search`, or ""."""
+    """Option of `hpcdist plan`. ``kind``: click type, choices, or None for a flag. ``text``: help text."""
 
     flags: str
-    kind: Kind
+    kind: click.ParamType | tuple[str, ...] | None
     text: str
-    axis: str = ""
 
     @property
     def name(self) -> str:
@@ -98,14 +96,13 @@ class PlanOption(NamedTuple):
         return section_option(section, self.flags, help=self.text, show_default=False, hidden=hidden, **settings)
 
 
-def _key_option(name: str, axis: str = "", *, is_flag: bool = False) -> PlanOption:
+def _key_option(name: str, *, is_flag: bool = False) -> PlanOption:
     # The schema of the recipe checks the value.
     flag = f"--{name.replace('_', '-')}"
     return PlanOption(
         f"{flag}/--no-{flag.removeprefix('--')}" if is_flag else flag,
         None if is_flag else click.STRING,
         f"Same as --set {OPTION_KEYS[name]}={'true' if is_flag else 'VALUE'}.",
-        axis,
     )
 
 
@@ -146,25 +143,22 @@ _RUN: Final = (
 
 _LAYOUT: Final = (
     _key_option("data"),
-    _key_option("pipeline", "pipelines"),
-    _key_option("tensor", "tensors"),
-    _key_option("context_ranks", "contexts"),
-    _key_option("expert_ranks", "experts"),
+    _key_option("pipeline"),
+    _key_option("tensor"),
+    _key_option("context_ranks"),
+    _key_option("expert_ranks"),
     _key_option("strategy"),
     PlanOption("--zero", click.IntRange(0, 3), "ZeRO stage N: short for --strategy zeroN; 0: allreduce."),
     PlanOption("--servers", click.IntRange(0), "Dedicated parameter-server ranks. 0: every worker serves, too."),
-    PlanOption(
-        "--microbatch", COUNT, "Samples per micro-batch.  [default: as parallel.microbatches, else 1]", "microbatches"
-    ),
-    _key_option("schedule", "schedules"),
-    _key_option("chunks", "chunks"),
+    PlanOption("--microbatch", COUNT, "Samples per micro-batch.  [default: as parallel.microbatches, else 1]"),
+    _key_option("schedule"),
+    _key_option("chunks"),
     PlanOption(
         "--recompute",
         RECOMPUTE,
         "Activations to recompute in backward; full is parallel.recompute=true.  [default: none]",
-        "recompute",
     ),
-    _key_option("sequence_parallel", "sequence_parallel", is_flag=True),
+    _key_option("sequence_parallel", is_flag=True),
     _key_option("precision"),
     PlanOption("--main-gradients", ("float32", "working"), "Data type of gradient accumulation.  [default: float32]"),
     _key_option("activations"),
@@ -173,7 +167,7 @@ _LAYOUT: Final = (
         click.IntRange(0, 2),
         "Optimizer states per parameter: 2 for Adam, 1 for momentum.  [default: by optimizer.name]",
     ),
-    _key_option("compression", "compressions"),
+    _key_option("compression"),
     _key_option("algorithm"),
     PlanOption(
         "--implementation",
@@ -198,8 +192,8 @@ _LAYOUT: Final = (
     ),
 )
 # layout option -> field of `SearchSpec` that gets only the option's value, if the option is given
-SEARCH_AXES: Final = {option.name: option.axis for option in _LAYOUT if option.axis}
-_VARIED: Final = {*SEARCH_AXES, "strategy", "zero"} - {"expert_ranks", "compression"}  # varied by a search by default
+SEARCH_AXES: Final = {name: SEARCH_SETTINGS[field] for name, field in LAYOUT_FIELDS.items() if field in SEARCH_SETTINGS}
+_VARIED: Final = {*SEARCH_AXES, "zero"} - {"expert_ranks", "compression"}  # varied by a search by default
 FOUND: Final = ("data", "servers")  # results of a search: a search rejects these options
 
 

@@ -41,9 +41,7 @@ RUNNABLE_ALONE: Final = "the search covers only layouts that this version of hpc
 # Options of the command that plans the best layout again. --data and --microbatch are always printed.
 _LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero", "servers"))
 # Recipe key -> search setting (`SearchSpec` field) that gets only the key's value, if the command line sets it.
-_FIXED_KEYS: Final = {OPTION_KEYS[name]: axis for name, axis in SEARCH_AXES.items() if name in OPTION_KEYS} | {
-    OPTION_KEYS["strategy"]: "strategies"
-}
+_FIXED_KEYS: Final = {OPTION_KEYS[name]: setting for name, setting in SEARCH_AXES.items() if name in OPTION_KEYS}
 
 
 _option: Final = partial(section_option, SEARCH_SECTION)

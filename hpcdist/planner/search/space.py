@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate, TimeEstimate
-from hpcdist.planner.layout import COMPRESSIONS, RECOMPUTE, STRATEGIES, ParallelLayout
+from hpcdist.planner.layout import RECOMPUTE, SEARCH_SETTINGS, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
 from hpcdist.planner.plan import JOULES_PER_KWH, devices_held, energy, peak_of, peak_share
@@ -75,24 +75,16 @@ class SearchSpec:
     distinct: bool = False  # only the best layout for each combination of parallel degrees
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("strategies", STRATEGIES),
-            ("schedules", PIPELINES),
-            ("recompute", RECOMPUTE),
-            ("compressions", COMPRESSIONS),
-            ("sequence_parallel", (False, True)),
-        ):
-            values = getattr(self, name)
-            wrong = [value for value in values if value not in choices]
-            if wrong or not values:
-                raise UsageError(
-                    f"the search cannot try {name} = {', '.join(map(str, wrong)) or 'an empty list'}; choose one or "
-                    f"more values of {', '.join(map(str, choices))}"
-                )
-        for name in ("chunks", "tensors", "pipelines", "contexts", "experts", "microbatches"):
-            wrong = [value for value in getattr(self, name) if value < 1]
-            if wrong:
-                raise UsageError(f"the search cannot try {name} = {wrong[0]}; each value must be at least 1")
+        for name, setting in SEARCH_SETTINGS.items():
+            for value in getattr(self, setting):
+                for text in ParallelLayout().but(**{name: value}).invalid_fields():
+                    raise UsageError(f"the search cannot try {setting} = {value}: {text}")
+        for schedule in self.schedules:
+            if schedule not in PIPELINES:
+                raise UsageError(f"the search cannot try schedules = {schedule}; choose from {', '.join(PIPELINES)}")
+        for setting in ("strategies", "schedules", "recompute", "compressions", "sequence_parallel", "experts"):
+            if not getattr(self, setting):
+                raise UsageError(f"the search cannot try {setting} = an empty list; give at least one value")
         if self.objective not in OBJECTIVES:
             raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:
