@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 
 
 class Kernels:
-    """Kernel times, memory, overlap and features of a training program. The defaults describe hpcdist."""
+    """Assumptions about a training program: kernels, memory, overlap and features. The defaults describe hpcdist."""
 
     name: ClassVar[str] = "hpcdist"
     is_published: ClassVar[bool] = False  # compared with published trainings, and not run by hpcdist
@@ -51,7 +51,7 @@ class Kernels:
 
 
 class Megatron(Kernels):
-    """Megatron-LM as in its publications, before FlashAttention."""
+    """Megatron-LM as published, before FlashAttention."""
 
     # arXiv:2104.04473, section 4.1: split messages between pipeline ranks. arXiv:2205.05198: formulas of activations,
     # selective recomputation, sequence parallelism.

@@ -78,7 +78,7 @@ class ParallelLayout:
 
     @property
     def kernels(self) -> Kernels:
-        """Kernel times, memory and features of the program ``implementation``."""
+        """`Kernels` of the program that the field ``implementation`` names."""
         return KERNELS[self.implementation]
 
     @property
@@ -98,7 +98,7 @@ class ParallelLayout:
 
     @property
     def options(self) -> list[str]:
-        """Descriptions of the enabled options, for printing. Degrees, strategy and schedule are left out."""
+        """Texts that describe the enabled options, without degrees, strategy and schedule."""
         words = {
             f"experts / {self.expert}": self.expert > 1,
             f"{self.recompute} recomputation": self.recompute != "none",

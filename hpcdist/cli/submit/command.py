@@ -183,7 +183,7 @@ def command(
 
     all_options = options | {"cluster": cluster}
     planned = kinds.planned_job(recipe, overrides, all_options, click.get_current_context().meta[PROGRAM])
-    for line in (*planned.told, *estimate_lines(planned, cluster)):
+    for line in (*planned.notes, *estimate_lines(planned, cluster)):
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)
     if dry_run:

@@ -173,7 +173,7 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return a copy of the layout ``order`` with another data-axis strategy and compression.
+    """Return a copy of the layout ``order`` with other values of ``strategy`` and ``compression``.
 
     ``variant``: pair (strategy, compression). ``microbatch``: micro-batch size of the copy, or 0 to keep the size.
     """

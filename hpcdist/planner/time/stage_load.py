@@ -62,7 +62,7 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds that a rank waits for the collectives of a micro-batch, as dicts from parallel axis to seconds.
+    """Waiting for the collectives of a micro-batch: dicts from parallel axis to seconds of a rank.
 
     ``back_s``: in backward. ``again_s``: in recomputation. ``nbytes``: bytes sent, by axis. ``hidden_s``: seconds of
     ring attention messages that overlap computation.

@@ -52,14 +52,14 @@ _STRATEGY: Final = OPTION_KEYS["strategy"]  # also the key that --servers implie
 
 @dataclass
 class GivenValues:
-    """Values that the command line sets: ``keys`` of the recipe, and ``fields`` of the layout that no key sets."""
+    """Values from the command line. ``keys``: by recipe key. ``fields``: by layout field, for fields without a key."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
 
 
 def options_given(options: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the command-line flags (such as --tensor) of the options in ``names`` that the user has set."""
+    """Return the command-line flags, such as --tensor, of the options in ``names`` that are set."""
     return [flag(name) for name in names if options.get(name) is not None]
 
 
@@ -115,9 +115,9 @@ def _refuse_contradiction(first: str, second: str, options: Mapping[str, Any], v
 
 
 def with_keys(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
-    """Return a copy of ``recipe`` with other ``values`` by key, without checking the rules between keys.
+    """Return a copy of ``recipe`` with the ``values`` (by key). The rules between keys are not checked.
 
-    A plan may describe a layout that this version of hpcdist cannot run.
+    So a plan may describe a layout that this version of hpcdist cannot run.
     """
     changed = copy.copy(recipe)
     for key, value in values.items():
@@ -131,10 +131,10 @@ def with_keys(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
 def layout_of(
     recipe: "Recipe", given: Mapping[str, Any], notes: list[str], devices: int | None = None
 ) -> ParallelLayout:
-    """Return the parallel layout of ``recipe`` on ``devices`` devices. Adds texts about ignored settings to ``notes``.
+    """Return the layout of ``recipe``, and add texts about settings that the plan ignores to ``notes``.
 
-    ``given``: fields of the layout that replace the recipe's values. ``devices`` None: ``parallel.data`` replicas.
-    Raises ConfigurationError for an unsupported number of chunks, and UsageError if the degrees do not fit ``devices``.
+    ``given``: fields that replace the recipe's values. ``devices``: number of devices, or None for ``parallel.data``
+    replicas. Raises ConfigurationError for an unsupported number of chunks, and UsageError for impossible degrees.
     """
     parallel = recipe.parallel
     pipeline, order = parallel.pipeline, parallel.order
