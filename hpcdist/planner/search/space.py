@@ -40,6 +40,7 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 Strategy = tuple[str, str]  # (strategy, compression)
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipelines)
+_ALL_IF_EMPTY: Final = ("tensors", "pipelines", "contexts", "chunks", "microbatches")  # settings of `SearchSpec`
 RECOMPUTED_SHARE: Final = 0.5  # maximum share of a micro-batch's time that is recomputation
 ROUNDED: Final = 1 - 1e-12  # tolerance for sums in another order
 UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
@@ -76,15 +77,16 @@ class SearchSpec:
 
     def __post_init__(self) -> None:
         for name, setting in SEARCH_SETTINGS.items():
-            for value in getattr(self, setting):
+            values = getattr(self, setting)
+            if not values and setting not in _ALL_IF_EMPTY:
+                example = getattr(ParallelLayout(), name)
+                raise UsageError(f"the search cannot try {setting} = an empty list; give a value such as {example}")
+            for value in values:
                 for text in ParallelLayout().but(**{name: value}).invalid_fields():
                     raise UsageError(f"the search cannot try {setting} = {value}: {text}")
         for schedule in self.schedules:
             if schedule not in PIPELINES:
                 raise UsageError(f"the search cannot try schedules = {schedule}; choose from {', '.join(PIPELINES)}")
-        for setting in ("strategies", "schedules", "recompute", "compressions", "sequence_parallel", "experts"):
-            if not getattr(self, setting):
-                raise UsageError(f"the search cannot try {setting} = an empty list; give at least one value")
         if self.objective not in OBJECTIVES:
             raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:
