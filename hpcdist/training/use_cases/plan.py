@@ -221,7 +221,7 @@ def _subject_of_model(
     if "run.global_batch" not in given.keys:
         raise UsageError("give --batch, the global number of samples per step; without a recipe it has no default")
     notes: list[str] = []
-    keys = dict(_ASSUMED_KEYS)
+    keys: dict[str, Any] = dict(_ASSUMED_KEYS)
     if "precision.mode" not in given.keys:
         keys["precision.mode"] = "bfloat16" if cluster.device.is_accelerator else "float32"
         notes.append(
