@@ -108,13 +108,13 @@ def command(
     hosts = sorted(set(comm.allgather_object(session.place.host)))
     origin = provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
     output_file.check_on_all_ranks(
-        comm, lambda: write_cluster_file(points_measured, output, points, base, name or output.stem, origin)
+        comm, lambda: write_files(points_measured, output, points, base, name or output.stem, origin)
     )
     session.leave(OK)
     return OK
 
 
-def write_cluster_file(
+def write_files(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
     """Fit a cluster to the measurements ``measured``, and write the cluster file ``output``. Local.

@@ -265,7 +265,7 @@ def test_busy_machine_is_warned_about_and_flagged_in_the_file(monkeypatch, tmp_p
     assert len(warnings) == 2
     assert all("a load of 9.0" in line for line in warnings)
     path, points = tmp_path / "here.toml", tmp_path / "here.h5"
-    calibrate.write_cluster_file(result, path, points, "workstation", "here", {})
+    calibrate.write_files(result, path, points, "workstation", "here", {})
     assert any("the machine was busy (a load of 9.0" in one for one in cluster_assumptions(path))
     assert "the machine was busy" in capsys.readouterr().out
     with h5py.File(points) as file:
@@ -290,27 +290,25 @@ def test_points_are_kept_if_the_cluster_is_invalid(monkeypatch, tmp_path):
 
     monkeypatch.setattr(cluster_fit, "assemble", assemble_invalid)
     with pytest.raises(ConfigurationError, match=r"devices.* measurements are in .*here\.toml\.points\.h5"):
-        calibrate.write_cluster_file(result, path, None, "workstation", "here", {})
+        calibrate.write_files(result, path, None, "workstation", "here", {})
     assert not path.exists()
     with h5py.File(tmp_path / "here.toml.points.h5") as file:
         assert len(file["products/float32/m"]) == len(FEW)
     with pytest.raises(ConfigurationError, match=r"measurements are in .*mine\.h5"):
-        calibrate.write_cluster_file(result, path, points, "workstation", "here", {})
+        calibrate.write_files(result, path, points, "workstation", "here", {})
     assert points.exists()
 
 
 def test_points_are_kept_if_the_cluster_cannot_be_written(tmp_path):
     result = run(solo())
     with pytest.raises(StorageError, match="cannot be written"):
-        calibrate.write_cluster_file(
-            result, tmp_path / "no" / "here.toml", tmp_path / "mine.h5", "workstation", "here", {}
-        )
+        calibrate.write_files(result, tmp_path / "no" / "here.toml", tmp_path / "mine.h5", "workstation", "here", {})
     assert (tmp_path / "mine.h5").exists()
 
 
 def test_written_cluster_is_the_measured_one(tmp_path, capsys):
     path = tmp_path / "here.toml"
-    calibrate.write_cluster_file(run(solo()), path, None, "workstation", "here", {})
+    calibrate.write_files(run(solo()), path, None, "workstation", "here", {})
     result = toml_file.read(str(path))
     assert (result.name, result.device.name) == ("here", "a core")
     assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]

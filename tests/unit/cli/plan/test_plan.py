@@ -132,10 +132,8 @@ def test_search_help_marks_varied_options():
     lines = {name for name, text in search.items() if text.endswith("  [default: varied]")}
     assert lines == varied | {"zero"} and "varied" not in " ".join(plain.values())
     assert search["devices"].endswith("[default: all of the cluster]")
-    assert (
-        plain["devices"].endswith("[default: product of the degrees]")
-        and plain["pipeline"] == "Same as --set parallel.pipeline=VALUE."
-    )
+    assert plain["devices"].endswith("[default: product of the degrees]")
+    assert plain["pipeline"] == "Same as --set parallel.pipeline=VALUE."
 
 
 @cases("written, tokens", ("32K", 32768), ("1m", 1 << 20), ("4096", 4096))
@@ -224,8 +222,7 @@ def test_named_model_is_planned(plan_json):
     assert plan["model"] == "gpt2" and plan["parameters"] == 124_439_808
     assert plan["run"]["steps"] == 11 and "bfloat16 is assumed" in " ".join(plan["flags"])
     keys = [f"--set={key}" for key in ("parallel.tensor=2", "parallel.strategy=zero1", "precision.mode=float32")]
-    options = ["--tensor", "2", "--zero", "1", "--precision", "float32"]
-    assert plan_json(*NAMED, *ON, *keys) == plan_json(*NAMED, *ON, *options)
+    assert plan_json(*NAMED, *ON, *keys) == plan_json(*NAMED, *ON, "--tensor", 2, "--zero", 1, "--precision=float32")
     assert plan_json(*NAMED, *ON, "--context", 512)["tokens"] == 64 * 512
 
 

@@ -223,9 +223,7 @@ def test_stage_messages_have_the_size_of_activations():
 
 def test_megatron_stage_messages_are_split_over_tensor_ranks():
     layout = replace(LAYOUT, pipeline=2, tensor=4)
-    ours, theirs = (
-        border_message(MODEL, replace(layout, implementation=name), CLUSTER) for name in ("hpcdist", "megatron")
-    )
+    ours, theirs = (border_message(MODEL, layout.but(implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
     assert (ours.nbytes, theirs.nbytes) == (BSH, BSH / 4)
     parts = border_message(MODEL, replace(layout, sequence_parallel=True, implementation="megatron"), CLUSTER)
     channels = span(replace(layout, implementation="megatron"), "tensor", CLUSTER)
