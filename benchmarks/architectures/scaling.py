@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 
 from benchmarks.architectures.catalogue import ARCHITECTURES, COUNTS, MICROBATCHES, RECOMPUTE, Architecture, Scenario
 from hpcdist.errors import HpcdistError
+from hpcdist.planner import checks
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model import transformer
 from hpcdist.planner.model.description import ModelDescription

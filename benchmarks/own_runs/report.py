@@ -69,9 +69,9 @@ def places(prefix: Path) -> Places:
 def estimate(row: Row, cluster: Cluster) -> PlanEstimate:
     from hpcdist.planner.plan import plan
     from hpcdist.training.recipe import recipe as recipes
-    from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
+    from hpcdist.training.use_cases.plan import subject_of_recipe
 
-    recipe_plan = plan_of_recipe(recipes.load(None, texts(row.keys), {}).recipe, row.name)
+    recipe_plan = subject_of_recipe(recipes.load(None, texts(row.keys), {}).recipe, row.name)
     return plan(recipe_plan.description, recipe_plan.layout, cluster, recipe_plan.global_batch, 1, simulate=True)
 
 

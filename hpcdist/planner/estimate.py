@@ -32,7 +32,7 @@ class MemoryEstimate:
         return self.bytes <= self.limit_bytes
 
     @property
-    def breaks_first(self) -> str:
+    def largest_term(self) -> str:
         """Name of the largest memory term."""
         return max(self.terms, key=lambda name: self.terms[name])
 

@@ -1,18 +1,37 @@
-"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule. Imports only constants."""
+"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hpcdist.constants import HALVES
+from hpcdist.constants import HALVES, PRECISIONS
+from hpcdist.planner.kernels import KERNELS, Kernels
+from hpcdist.reporting.nearest import nearest
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 PARAMETER_SERVER = "parameter_server"  # the only strategy with servers
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", PARAMETER_SERVER)
 RECOMPUTE = ("none", "selective", "full")
 OBJECTIVES = ("time", "energy", "cost", "energy-delay")  # of a search
-IMPLEMENTATIONS = ("hpcdist", "megatron")
+IMPLEMENTATIONS = tuple(KERNELS)
 COMPRESSIONS = ("none", "bfloat16", "int8", "int4", "topk", "powersgd", "onebit")
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
 LIBRARIES = ("", "mpi", "nccl")
+_DEGREES = ("data", "pipeline", "tensor", "context", "expert", "microbatch", "chunks")
+_COUNTS = ("servers", "optimizer_slots")
+_SHARES = ("overlap", "tensor_overlap")
+_CHOICES = {
+    "strategy": STRATEGIES,
+    "recompute": RECOMPUTE,
+    "precision": PRECISIONS,
+    "implementation": IMPLEMENTATIONS,
+    "compression": COMPRESSIONS,
+    "algorithm": ALGORITHMS,
+    "schedule": tuple(SCHEDULES),
+    "main_gradients": ("float32", "working"),
+    "activations": ("float32", "working"),
+    "library": LIBRARIES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +66,8 @@ class ParallelLayout:
     gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
-        """Return a copy in which the keyword arguments replace fields. Faster than `dataclasses.replace`. Local."""
-        layout = object.__new__(ParallelLayout)
+        """Return a copy with other values of the fields that the keyword arguments name. Local."""
+        layout = object.__new__(ParallelLayout)  # faster than `dataclasses.replace`
         layout.__dict__.update(self.__dict__, **changed)
         if len(layout.__dict__) > len(self.__dict__):
             raise TypeError(
@@ -58,9 +77,14 @@ class ParallelLayout:
         return layout
 
     @property
+    def kernels(self) -> Kernels:
+        """`Kernels` of the program that the field ``implementation`` names."""
+        return KERNELS[self.implementation]
+
+    @property
     def channels(self) -> bool:
         """Whether the modelled collectives use all links of a node at once, as NCCL does and MPI does not."""
-        return self.library == "nccl" if self.library else self.implementation == "megatron"
+        return self.library == "nccl" if self.library else self.kernels.library == "nccl"
 
     @property
     def computes_in(self) -> str:
@@ -74,7 +98,7 @@ class ParallelLayout:
 
     @property
     def options(self) -> list[str]:
-        """Descriptions of the enabled options, for printing. Degrees, strategy and schedule are left out."""
+        """Texts that describe the enabled options, without degrees, strategy and schedule."""
         words = {
             f"experts / {self.expert}": self.expert > 1,
             f"{self.recompute} recomputation": self.recompute != "none",
@@ -83,11 +107,62 @@ class ParallelLayout:
         }
         return [text for text, is_so in words.items() if is_so]
 
+    def invalid_fields(self) -> Iterator[str]:
+        """Yield an error text for each field that is invalid for any model and cluster."""
+        for names, least in ((_DEGREES, 1), (_COUNTS, 0)):
+            for name in names:
+                if (value := getattr(self, name)) < least:
+                    yield f"{name} = {value}; it must be at least {least}"
+        for name in _SHARES:
+            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
+                yield f"{name} = {value}; it is a share and must be from 0 to 1"
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                near = nearest(str(value), choices)
+                hint = f"did you mean {near!r}? " if near else ""
+                accepted = ", ".join(choice or repr(choice) for choice in choices)
+                yield f"{name} = {value!r}; {hint}choose one of {accepted}"
+
     def microbatches(self, global_batch: int) -> int:
         """Return the number of micro-batches per replica and step. The last micro-batch may be smaller."""
         return -(-global_batch // (self.data * self.microbatch))
 
 
-_RENAMED = {"context": "context_ranks", "expert": "expert_ranks"}  # --context is an option of the model
+# Option of `hpcdist plan` -> recipe key that it sets. --context is an option of the model.
+OPTION_KEYS = {
+    "data": "parallel.data",
+    "pipeline": "parallel.pipeline",
+    "tensor": "parallel.tensor",
+    "context_ranks": "parallel.context",
+    "expert_ranks": "parallel.expert",
+    "strategy": "parallel.strategy",
+    "zero": "parallel.strategy",
+    "schedule": "parallel.schedule",
+    "chunks": "parallel.chunks",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "precision": "precision.mode",
+    "activations": "precision.activations",
+    "compression": "communication.compression",
+    "algorithm": "communication.algorithm",
+    "batch": "run.global_batch",
+    "steps": "run.steps",
+}
+_RENAMED = {"context": "context_ranks", "expert": "expert_ranks"}
 # Option of `hpcdist plan` -> field of the layout. --zero sets the strategy.
 LAYOUT_FIELDS = {_RENAMED.get(item.name, item.name): item.name for item in fields(ParallelLayout)} | {"zero": "zero"}
+# Options of the layout that no recipe key sets. The names of the options and of the fields are equal.
+PLANNER_OPTIONS = tuple(name for name in LAYOUT_FIELDS if name not in OPTION_KEYS)
+# Field of the layout -> setting of a search (`SearchSpec`) that lists the values to try.
+SEARCH_SETTINGS = {
+    "pipeline": "pipelines",
+    "tensor": "tensors",
+    "context": "contexts",
+    "expert": "experts",
+    "strategy": "strategies",
+    "microbatch": "microbatches",
+    "schedule": "schedules",
+    "chunks": "chunks",
+    "recompute": "recompute",
+    "sequence_parallel": "sequence_parallel",
+    "compression": "compressions",
+}

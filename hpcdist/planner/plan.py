@@ -2,6 +2,17 @@
 
 Nodes fail independently. A checkpoint stops training. A failure costs the work since the last checkpoint, plus a
 restart. The checkpoint interval and the slowdown are Daly's, in whole steps.
+
+A device draws idle power + utilisation * (peak power - idle power). Hosts and switches draw constant power.
+Utilisation:
+
+    computing   COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * reached share of the peak FLOP rate
+    update      MEMORY_UTILISATION, also for the term "unproven"
+    messages    MESSAGE_UTILISATION, only exposed messages
+    waiting     WAITING_UTILISATION: pipeline bubble, input, checkpoints and restarts
+
+COMPUTE_FLOOR is fitted to eight H100 at 45 % of peak, which draw with their host 76 % of 10.2 kW (arXiv:2506.14551).
+The other values are assumptions, consistent with arXiv:2308.12908.
 """
 
 import math
@@ -10,8 +21,8 @@ from typing import Final
 
 from hpcdist.constants import J_PER_KWH
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import COMPUTING, devices_held, energy, nodes_of, unknown_terms, waiting_w
+from hpcdist.planner.checks import flags, unsupported
+from hpcdist.planner.cluster.hardware import Cluster, Device
 from hpcdist.planner.estimate import (
     CORRECTION,
     UNPROVEN,
@@ -24,8 +35,6 @@ from hpcdist.planner.estimate import (
     TimeEstimate,
 )
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits.checks import flags
-from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.activations import is_mostly_scores
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.memory.model_states import unsharded, with_buckets
@@ -39,6 +48,16 @@ CHECKED_MFU: Final = 0.57  # best MFU of the published trainings in benchmarks/p
 FULL: Final = 0.95  # memory use above which a plan warns
 HIDDEN: Final = 0.05  # overlapped share of a step above which a plan warns
 LONG_CONTEXT: Final = 8192  # tokens; above, published results without FlashAttention are not representative
+COMPUTE_FLOOR: Final = 0.75
+MEMORY_UTILISATION: Final = 0.6
+MESSAGE_UTILISATION: Final = 0.35
+WAITING_UTILISATION: Final = 0.15
+COMPUTING: Final = ("forward", "backward", "recompute")
+SENDING: Final = ("tensor", "context", "expert", "pipeline", "data", "rows", CORRECTION)
+ASSUMED: Final = (
+    f"energy: assumption: of the power between idle and peak, a device draws {MEMORY_UTILISATION:.0%} in updates, "
+    f"{MESSAGE_UTILISATION:.0%} in exposed messages and {WAITING_UTILISATION:.0%} while it waits"
+)
 
 
 def plan(
@@ -61,12 +80,12 @@ def plan(
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
     times = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes, flow=flow)
     footprint = with_buckets(footprint, layout, times.bucket_bytes)
-    work_ = step_flops(description, layout, global_batch)
+    flops = step_flops(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
-    least = least_s(work_, layout, cluster)
+    least = least_s(flops, layout, cluster)
     times = _capped(_corrected(times, layout, cluster), least)
-    joules = energy(times, layout, cluster, peak_share(work_, times, peak_flops))
-    mfu = work_.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
+    joules = energy(times, layout, cluster, peak_share(flops, times, peak_flops))
+    mfu = flops.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
     return PlanEstimate(
         layout=layout,
         global_batch=global_batch,
@@ -74,7 +93,7 @@ def plan(
         parameters=description.parameters,
         memory=footprint,
         timing=times,
-        work=work_,
+        work=flops,
         energy=joules,
         run=run(steps, times.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
@@ -84,7 +103,7 @@ def plan(
             *_narrow(footprint, times, layout),
             *_all_pairs(description, layout),
             *_unproven(layout, cluster, mfu),
-            *_errors(times, layout, cluster, work_.model_flops / (times.modelled_s * peak_flops)),
+            *_errors(times, layout, cluster, flops.model_flops / (times.modelled_s * peak_flops)),
             *flags(layout, cluster),
             *unsupported(layout),
             *unknown_terms(cluster),
@@ -95,24 +114,24 @@ def plan(
 def _step_range_s(
     times: TimeEstimate, least: float, layout: ParallelLayout, cluster: Cluster
 ) -> tuple[float, float] | None:
-    if not errors_known(layout, cluster):
+    if not is_known_too_fast(layout, cluster):
         return None
     fewest, _, most = (max(least, ratio * times.modelled_s) for ratio in ZERO3_RATIOS)
     return fewest, most
 
 
 def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
-    if not errors_known(layout, cluster):
+    if not is_known_too_fast(layout, cluster):
         return times
     return replace(times, terms={**times.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * times.modelled_s})
 
 
-def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the lowest possible step time in s for FLOPs ``work_`` and the MFU limit of ``cluster`` (0: no limit)."""
+def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
+    """Return the step time in s at the MFU limit of ``cluster``, or 0 without a limit. ``flops``: FLOPs of a step."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
-    return work_.model_flops / (cluster.most_mfu * peak_flops)
+    return flops.model_flops / (cluster.most_mfu * peak_flops)
 
 
 def _capped(times: TimeEstimate, least: float) -> TimeEstimate:
@@ -131,13 +150,13 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
     return peaks[layout.computes_in]
 
 
-def peak_share(work_: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
+def peak_share(flops: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
     """Return the fraction of the peak FLOP rate that the devices reach while they compute. Local.
 
-    ``work_``: FLOPs of a step. ``times``: seconds by phase. ``peak_flops``: peak FLOP/s of all devices together.
+    ``flops``: FLOPs of a step. ``times``: seconds by phase. ``peak_flops``: peak FLOP/s of all devices together.
     """
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
-    return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
+    return min(1.0, flops.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
 
 
 def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> float:
@@ -165,10 +184,10 @@ def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayo
 
 def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[str, ...]:
     is_long = description.tokens >= LONG_CONTEXT and description.shape is not None
-    if layout.implementation != "megatron" or not (is_long or is_mostly_scores(description, layout)):
+    if layout.kernels.tiles_attention or not (is_long or is_mostly_scores(description, layout)):
         return ()
     kept = "keeps" if layout.recompute == "none" else "makes"
-    what = f"the attention of megatron {kept} the scores of all pairs of tokens (no FlashAttention)"
+    what = f"the attention of {layout.implementation} {kept} the scores of all pairs of tokens (no FlashAttention)"
     return (f"{what}; use --implementation hpcdist for tiled attention",)
 
 
@@ -176,7 +195,7 @@ def _unproven(layout: ParallelLayout, cluster: Cluster, mfu: float) -> tuple[str
     if cluster.calibrated:
         return ()
     flags = []
-    if layout.implementation == "hpcdist":
+    if not layout.kernels.is_published:
         flags.append(
             "estimates were compared only with published trainings of the implementation 'megatron', not with hpcdist "
             f"on {cluster.device.name}"
@@ -195,7 +214,7 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
             f"MFU is limited to {cluster.most_mfu:.1%}, the best published training on such devices: the formulas give "
             f"{modelled_mfu:.1%}, which was never measured; `hpcdist plan calibrate` measures your cluster"
         )
-    if errors_known(layout, cluster):
+    if is_known_too_fast(layout, cluster):
         least, median, most = ZERO3_RATIOS
         flags.append(
             f"ZeRO-3: published steps took {least:g} to {most:g} times as long as the formulas give; the step, its "
@@ -204,8 +223,8 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
     return tuple(flags)
 
 
-def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if predicted times are known to be too short: for ZeRO-3 on an uncalibrated cluster."""
+def is_known_too_fast(layout: ParallelLayout, cluster: Cluster) -> bool:
+    """Return True for ZeRO-3 on an uncalibrated cluster: published steps took longer than the formulas give."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
@@ -285,3 +304,75 @@ def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster:
     if site.kwh_price is None:
         return price
     return None if joules is None else price + joules / J_PER_KWH * site.kwh_price
+
+
+def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
+    """Return the energy of a training step on all nodes, in joules, by devices, hosts, network and cooling.
+
+    ``timing``: estimated step time. ``peak_share``: fraction of the peak FLOP rate that computing devices reach.
+    """
+    device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
+    worker_j = 0.0
+    for name, seconds in timing.terms.items():
+        is_served = name == "update" and layout.servers
+        worker_j += seconds * power_w(device, WAITING_UTILISATION if is_served else utilisation(name, peak_share))
+    exchange_s, update_s = timing.terms.get("data", 0.0), timing.terms.get("update", 0.0)
+    server_j = exchange_s * power_w(device, MESSAGE_UTILISATION) + update_s * power_w(device, MEMORY_UTILISATION)
+    server_j += (step_s - exchange_s - update_s) * power_w(device, WAITING_UTILISATION)
+    workers = layout.devices - layout.servers
+    unused = devices_held(layout, cluster) - layout.devices
+    terms = {}
+    if device.peak_w:
+        terms["devices"] = workers * worker_j + layout.servers * server_j + unused * device.idle_w * step_s
+    if cluster.node.host_w:
+        terms["hosts"] = nodes * cluster.node.host_w * step_s
+    if cluster.node.network_w:
+        terms["network"] = nodes * cluster.node.network_w * step_s
+    if cluster.site.pue is not None:
+        terms["cooling"] = (cluster.site.pue - 1) * sum(terms.values())
+    return StepEnergy(terms=terms, device_w=worker_j / step_s if step_s else 0.0)
+
+
+def utilisation(term: str, peak_share: float) -> float:
+    """Return a device's utilisation (0 to 1) in step phase ``term``. ``peak_share``: achieved / peak FLOP rate."""
+    if term in COMPUTING:
+        return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
+    if term in ("update", UNPROVEN):
+        return MEMORY_UTILISATION
+    return MESSAGE_UTILISATION if term in SENDING else WAITING_UTILISATION
+
+
+def power_w(device: Device, busy: float) -> float:
+    """Return the power of ``device`` in W at utilisation ``busy`` (0: idle power, 1: peak power)."""
+    return device.idle_w + (device.peak_w - device.idle_w) * busy
+
+
+def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
+    """Return the power in W of all nodes of ``layout``, with cooling, during a checkpoint or restart."""
+    nodes, site = nodes_of(layout, cluster), cluster.site
+    devices_w = (
+        devices_held(layout, cluster) * power_w(cluster.device, WAITING_UTILISATION) if cluster.device.peak_w else 0.0
+    )
+    return (devices_w + nodes * (cluster.node.host_w + cluster.node.network_w)) * (site.pue or 1.0)
+
+
+def nodes_of(layout: ParallelLayout, cluster: Cluster) -> int:
+    """Return the number of nodes that ``layout`` needs."""
+    return -(-layout.devices // cluster.node.devices)
+
+
+def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
+    """Return the number of devices on the nodes that ``layout`` needs, including unused devices."""
+    return max(layout.devices, min(cluster.devices, nodes_of(layout, cluster) * cluster.node.devices))
+
+
+def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
+    """Return warnings about energy terms that are unknown on ``cluster`` or assumed."""
+    terms = (
+        (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
+        (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),
+        (cluster.node.network_w, "the power of the network is unknown: its energy is left out"),
+        (cluster.site.pue, "the PUE is unknown: the energy of cooling is left out"),
+    )
+    left_out = tuple(text for is_known, text in terms if not is_known)
+    return (*left_out, ASSUMED) if cluster.device.peak_w else left_out

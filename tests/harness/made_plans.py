@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hpcdist.planner import checks
 from hpcdist.planner.cluster.hardware import (
     Cluster,
     ClusterNode,
@@ -14,7 +15,6 @@ from hpcdist.planner.cluster.hardware import (
 )
 from hpcdist.planner.estimate import FlopEstimate, MemoryEstimate, PlanEstimate, RunEstimate, StepEnergy, TimeEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 

@@ -107,19 +107,20 @@ def command(
     hosts = sorted(set(comm.allgather_object(session.place.host)))
     origin = provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
     output_file.check_on_all_ranks(
-        comm, lambda: written(points_measured, output, points, base, name or output.stem, origin)
+        comm, lambda: write_files(points_measured, output, points, base, name or output.stem, origin)
     )
     session.leave(OK)
     return OK
 
 
-def written(
+def write_files(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
-    """Write the measurements to ``points``, and a cluster description fitted to them to ``output``. Local.
+    """Fit a cluster to the measurements ``measured``, and write the cluster file ``output``. Local.
 
-    ``base``: cluster with the values that are not measured. ``name``: name of the new cluster. ``origin``: facts to
-    store with the measurements. Raises UsageError or ConfigurationError if the fit fails, and StorageError.
+    ``points``: HDF5 file for the measurements, or None. ``base``: cluster with the values that are not measured.
+    ``name``: name of the new cluster. ``origin``: provenance to store with the measurements. Raises StorageError, and
+    UsageError or ConfigurationError if the fit fails.
     """
     # ``points`` None: write the measurements only if the fit fails, next to ``output``.
     import tomllib
@@ -131,7 +132,7 @@ def written(
     if points is not None:
         calibration.write_points(points, measured, origin)
     try:
-        calibrated = cluster_fit.assemble(name, toml_file.read(base), findings(measured))
+        calibrated = cluster_fit.assemble(name, toml_file.read(base), planner_measurements(measured))
         text = toml_file.dump(calibrated.cluster)
         toml_file.of_tree(tomllib.loads(text), str(output))
     except (UsageError, ConfigurationError) as error:
@@ -147,8 +148,8 @@ def written(
     click.echo(f"{output}: {calibrated.cluster.name}, measured in {measured.seconds:.0f} s")
 
 
-def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
-    """Return the measurements ``points`` in the format of the planner, which fits a cluster to them. Local."""
+def planner_measurements(points: "CalibrationPoints") -> "ClusterMeasurements":
+    """Convert the measurements ``points`` to the input of the planner's cluster fit. Local."""
     from datetime import UTC, datetime
 
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
@@ -168,15 +169,15 @@ def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
             for dtype, measured in points.products.items()
         },
         moves=[(point.nbytes, point.seconds.all) for point in points.moves if point.operation == "add"],
-        steps=[step(point) for point in points.models],
+        steps=[planner_step(point) for point in points.models],
         series=list(_series(points)),
         busy=points.busy,
         by=f"{machine.mpi_library.partition(',')[0]}; {machine.blas}",
     )
 
 
-def step(point: "ModelPoint") -> Any:
-    """Convert ``point``, a measured training step of a model, to the input of the planner's fit. Local."""
+def planner_step(point: "ModelPoint") -> Any:
+    """Convert a measured training step of a model to the input of the planner's device fit. Local."""
     from hpcdist.planner.calibrate.device_fits import MeasuredStep
     from hpcdist.planner.model import transformer
 

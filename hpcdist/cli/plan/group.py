@@ -1,24 +1,28 @@
-"""The group `hpcdist plan`: memory, time, energy and failures of one layout; lists of clusters and models."""
+"""The group `hpcdist plan`: one layout; several layouts or clusters (`compare`); lists of clusters and models."""
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
 
-from hpcdist.cli.common import FILE, LazyGroup, check_plot, json_option
+from hpcdist.cli.common import COUNT, FILE, LazyGroup, check_plot, json_option, recipe_argument
 from hpcdist.cli.plan.options import (
     CALIBRATE,
+    CLUSTER_SECTION,
     COMMANDS,
     SectionedCommand,
     cluster_option,
+    clusters_option,
     layout_options,
     plot_option,
+    section_option,
     subject_options,
 )
-from hpcdist.errors import FAILURE, MissingCapabilityError, UsageError
+from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.nearest import nearest
 from hpcdist.reporting.schema import toml_lines
@@ -27,7 +31,7 @@ from hpcdist.reporting.table import aligned
 if TYPE_CHECKING:
     from hpcdist.planner.cluster.hardware import Cluster
     from hpcdist.planner.estimate import PlanEstimate
-    from hpcdist.training.use_cases.recipe_plan import PlanSubject
+    from hpcdist.training.use_cases.plan import PlanSubject
 
 
 @click.command("clusters")
@@ -96,7 +100,7 @@ class PlanGroup(LazyGroup):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context of the sub-command that ``args[0]`` names, or else of the plan command."""
+        """Return the context of the sub-command that ``args[0]`` names, or else of `hpcdist plan` itself."""
         args = list(args)
         if f"--{CALIBRATE}" in args:
             args.remove(f"--{CALIBRATE}")
@@ -149,12 +153,12 @@ def command(
 ) -> None:
     """Predict if the training of RECIPE, or of a model given by its sizes, fits a cluster, and its time and cost.
 
-    Neither MPI nor a GPU is needed. Layout options replace the layout of the recipe. Without RECIPE and --model, the
-    default recipe is planned. Exit code 1: the training does not fit into memory.
+    Neither MPI nor a GPU is needed. --set and layout options replace the layout of the recipe. Without RECIPE and
+    --model, the default recipe is planned. Without a recipe, GPUs compute in bfloat16 unless --set precision.mode is
+    given. Exit code 1: the training does not fit into memory.
     """
     from hpcdist.planner.report import text
-    from hpcdist.training.use_cases.plan import plan_of_subject
-    from hpcdist.training.use_cases.plan_subject import read_cluster, subject_from_options, with_published_kernels
+    from hpcdist.training.use_cases.plan import plan_of_subject, read_cluster, subject_from_options
 
     check_plot(plot)
     if recipe is not None and not recipe.exists() and (near := nearest(str(recipe), COMMANDS)):
@@ -162,7 +166,7 @@ def command(
             f"recipe {str(recipe)!r} does not exist and is not a command; did you mean `hpcdist plan {near}`?"
         )
     on = read_cluster(cluster)
-    subject = with_published_kernels(subject_from_options(recipe, overrides, options), on)
+    subject = subject_from_options(recipe, overrides, options, on)
     answer = plan_of_subject(subject, on, simulate=simulate)
     if plot is not None:
         draw_plot(answer, subject, on, plot)
@@ -177,7 +181,7 @@ def command(
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
-    """Draw memory use and step timeline of the plan ``answer`` for the model and layout ``subject`` to ``file``.
+    """Draw the memory use and the step timeline of the plan ``answer`` of ``subject`` (model and layout) to ``file``.
 
     Raises MissingCapabilityError without matplotlib, StorageError if writing fails, UsageError for an unknown format.
     """
@@ -191,3 +195,129 @@ def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster"
             f"--plot {file} needs the simulator, which failed to load: {error}; omit --plot"
         ) from error
     plot.draw(answer, steps, subject.description.name, cluster, file)
+
+
+COMPARE_EXAMPLES: Final = """\b
+Examples:
+  hpcdist plan compare recipe.toml --cluster h100-hgx --devices 64 --layout zero=1 --layout 'tensor=8 zero=3'
+  hpcdist plan compare recipe.toml --cluster a100-selene --cluster h100-hgx --devices 64
+"""
+
+
+@click.command("compare", cls=SectionedCommand, epilog=COMPARE_EXAMPLES)
+@recipe_argument
+@clusters_option
+@section_option(
+    CLUSTER_SECTION,
+    "--layout",
+    "layouts",
+    multiple=True,
+    metavar="'KEY=VALUE ...'",
+    help="Layout as KEY=VALUE pairs: recipe keys, or layout options without dashes, devices and batch; repeatable.",
+)
+@subject_options
+@layout_options
+@json_option
+def compare(
+    recipe: Path | None,
+    clusters: tuple[str, ...],
+    layouts: tuple[str, ...],
+    overrides: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Plan a model once for each --layout and --cluster, and print all plans in a table.
+
+    The model comes from RECIPE, from --model, or from options such as --layers and --hidden. Layout options given
+    outside of --layout apply to every --layout that does not set them.
+    """
+    from hpcdist.training.use_cases.plan import read_cluster
+
+    if max(1, len(clusters)) * max(1, len(layouts)) < 2:
+        raise UsageError("nothing to compare: only one layout on one cluster; give --layout or --cluster twice")
+    places = [read_cluster(named) for named in clusters or (None,)]
+    variants = [(text, *_parse_layout(text)) for text in layouts] or [("", (), {})]
+    plans = [
+        _plan(recipe, (*overrides, *keys), options | values, on, text)
+        for on in places
+        for text, keys, values in variants
+    ]
+    if all(isinstance(plan.answer, str) for plan in plans):
+        raise ConfigurationError("; ".join(dict.fromkeys(str(plan.answer) for plan in plans)))
+    click.echo(json.dumps([_jsonable(plan) for plan in plans]) if as_json else _report_text(plans))
+    if not any(not isinstance(plan.answer, str) and plan.answer.memory.fits for plan in plans):
+        click.get_current_context().exit(FAILURE)
+
+
+class _ComparedPlan(NamedTuple):
+    subject: "PlanSubject"
+    cluster: "Cluster"
+    layout_text: str  # value of --layout
+    answer: "PlanEstimate | str"  # the estimate, or the reason why no plan is possible
+
+
+def _plan(
+    recipe: Path | None, overrides: tuple[str, ...], options: dict[str, Any], on: "Cluster", text: str
+) -> _ComparedPlan:
+    from hpcdist.training.use_cases.plan import plan_of_subject, subject_from_options
+
+    subject = subject_from_options(recipe, overrides, options, on)
+    try:
+        return _ComparedPlan(subject, on, text, plan_of_subject(subject, on, simulate=True))
+    except ConfigurationError as error:
+        return _ComparedPlan(subject, on, text, str(error))
+
+
+def _jsonable(plan: _ComparedPlan) -> dict[str, Any]:
+    from hpcdist.planner.report.quantities import estimate_json
+
+    if isinstance(plan.answer, str):
+        return {"cluster": plan.cluster.name, "said": plan.layout_text, "impossible": plan.answer}
+    return estimate_json(plan.answer, plan.subject.description, plan.cluster) | {
+        "said": plan.layout_text,
+        "impossible": None,
+    }
+
+
+def _report_text(plans: list[_ComparedPlan]) -> str:
+    from hpcdist.planner.report.quantities import wrapped
+    from hpcdist.planner.report.table import by_row, capped_rows, comparison_table
+
+    possible = [(plan.cluster.name, plan.answer) for plan in plans if not isinstance(plan.answer, str)]
+    first = possible[0][1]
+    lines = [
+        *capped_rows([answer for _, answer in possible]),
+        f"{plans[0].subject.description.name}, {first.parameters:,} parameters",
+        *comparison_table(possible),
+    ]
+    for plan in plans:
+        if isinstance(plan.answer, str):
+            lines += wrapped(f"left out: {plan.layout_text or 'the layout'} on {plan.cluster.name}: {plan.answer}")
+    answers = [answer for _, answer in possible]
+    for flag in by_row([answer.flags for answer in answers], layouts=[answer.layout for answer in answers]):
+        lines += wrapped(f"note: {flag}")
+    return "\n".join(lines)
+
+
+@click.command("layout")
+@layout_options
+@click.option("--devices", type=COUNT)
+@click.option("--batch")
+def _options(**options: Any) -> None:
+    """Declare the options inside of --layout for click. The function is never called."""
+
+
+def _parse_layout(text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    # Returns the recipe keys and the options in the value of --layout.
+    keys, words = [], []
+    for word in shlex.split(text.replace(",", " ")):
+        name, sign, value = word.partition("=")
+        if "." in name:
+            keys.append(word)
+        else:
+            words.append(f"--{name.replace('_', '-')}" + (f"={value}" if sign else ""))
+    try:
+        context = _options.make_context("layout", words)
+    except click.UsageError as error:
+        raise UsageError(f"--layout {text!r} is invalid: {error.format_message()}") from error
+    return tuple(keys), {name: value for name, value in context.params.items() if value is not None}

@@ -7,23 +7,14 @@ import importlib
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
 
 from hpcdist.cli.common import COUNT, FILE, Decorator, Parsed, stacked
-from hpcdist.constants import PRECISIONS
-from hpcdist.planner.layout import (
-    ALGORITHMS,
-    COMPRESSIONS,
-    IMPLEMENTATIONS,
-    LIBRARIES,
-    RECOMPUTE,
-    STRATEGIES,
-)
+from hpcdist.planner.layout import IMPLEMENTATIONS, LAYOUT_FIELDS, LIBRARIES, OPTION_KEYS, RECOMPUTE, SEARCH_SETTINGS
 from hpcdist.reporting.units import parse_size
-from hpcdist.strategies.schedule.registry import SCHEDULES
 
 MODEL_SECTION: Final = "Model in numbers"
 LAYOUT_SECTION: Final = "Layout"
@@ -33,7 +24,7 @@ CALIBRATE: Final = "calibrate"
 # name -> ("module:attribute" of the click command, its line in the overview)
 COMMANDS: Final = {
     "search": ("hpcdist.cli.plan.search:command", "Find the best layouts for a number of devices."),
-    "compare": ("hpcdist.cli.plan.compare:command", "Compare several layouts or clusters in a table."),
+    "compare": ("hpcdist.cli.plan.group:compare", "Compare several layouts or clusters in a table."),
     "clusters": ("hpcdist.cli.plan.group:clusters", "List the known clusters, or print one."),
     "models": ("hpcdist.cli.plan.group:models", "List the known models, or print one."),
     CALIBRATE: ("hpcdist.cli.plan.calibrate:command", "Measure this machine, and write a cluster file."),
@@ -73,18 +64,16 @@ class FiniteNumber(click.FloatRange):
         return number
 
 
-Kind: TypeAlias = click.ParamType | tuple[str, ...] | None  # of an option: click type, choices, or None for a flag
 SHARE: Final = FiniteNumber(0.0, 1.0)
 TOKENS: Final = Parsed("tokens", partial(parse_size, noun="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):
-    """Option of `hpcdist plan`. ``axis``: the search setting (`SearchSpec` field) that the option sets, or ""."""
+    """Option of `hpcdist plan`. ``kind``: click type, choices, or None for a flag. ``text``: help text."""
 
     flags: str
-    kind: Kind
+    kind: click.ParamType | tuple[str, ...] | None
     text: str
-    axis: str = ""
 
     @property
     def name(self) -> str:
@@ -97,7 +86,7 @@ class PlanOption(NamedTuple):
 
     def decorator(self, section: str, *, hidden: bool = False) -> Decorator:
         """Return the click decorator of the option, listed under the heading ``section``."""
-        settings: dict[str, Any] = {"type": self.kind, "metavar": "N"}
+        settings: dict[str, Any] = {"type": self.kind, "metavar": "VALUE" if self.kind is click.STRING else "N"}
         if self.kind is None:
             settings = {"default": None}
         elif isinstance(self.kind, tuple):
@@ -105,6 +94,16 @@ class PlanOption(NamedTuple):
         elif isinstance(self.kind, click.FloatRange):
             settings["metavar"] = "X"
         return section_option(section, self.flags, help=self.text, show_default=False, hidden=hidden, **settings)
+
+
+def _key_option(name: str, *, is_flag: bool = False) -> PlanOption:
+    # The schema of the recipe checks the value.
+    flag = f"--{name.replace('_', '-')}"
+    return PlanOption(
+        f"{flag}/--no-{flag.removeprefix('--')}" if is_flag else flag,
+        None if is_flag else click.STRING,
+        f"Same as --set {OPTION_KEYS[name]}={'true' if is_flag else 'VALUE'}.",
+    )
 
 
 def section_option(section: str, *names: str, **settings: Any) -> Decorator:
@@ -137,46 +136,39 @@ _SHAPE: Final = (
 
 _RUN: Final = (
     PlanOption("--devices", COUNT, "Total number of devices (ranks).  [default: product of the degrees]"),
-    PlanOption("--batch", COUNT, "Global batch: samples per step over all replicas.  [default: of the recipe]"),
-    PlanOption("--steps", COUNT, "Training steps.  [default: of the recipe, else 1000]"),
+    _key_option("batch"),
+    _key_option("steps"),
     PlanOption("--tokens", FiniteNumber(min=1.0), "Training length in tokens instead of --steps, e.g. 300e9."),
 )
 
 _LAYOUT: Final = (
-    PlanOption("--data", COUNT, "Data-parallel replicas.  [default: as --devices allows]"),
-    PlanOption("--pipeline", COUNT, "Pipeline stages.  [default: 1]", "pipelines"),
-    PlanOption("--tensor", COUNT, "Tensor-parallel degree.  [default: 1]", "tensors"),
-    PlanOption("--context-ranks", COUNT, "Context-parallel degree (ranks per sequence).  [default: 1]", "contexts"),
-    PlanOption("--expert-ranks", COUNT, "Expert-parallel degree, within data x context.  [default: 1]", "experts"),
-    PlanOption("--strategy", STRATEGIES, "Data-parallel strategy.  [default: allreduce]"),
+    _key_option("data"),
+    _key_option("pipeline"),
+    _key_option("tensor"),
+    _key_option("context_ranks"),
+    _key_option("expert_ranks"),
+    _key_option("strategy"),
     PlanOption("--zero", click.IntRange(0, 3), "ZeRO stage N: short for --strategy zeroN; 0: allreduce."),
-    PlanOption("--servers", COUNT, "Dedicated parameter-server ranks, in addition to the workers."),
-    PlanOption("--microbatch", COUNT, "Samples per micro-batch.  [default: 1]", "microbatches"),
-    PlanOption("--schedule", tuple(SCHEDULES), "Pipeline schedule.  [default: 1f1b]", "schedules"),
+    PlanOption("--servers", click.IntRange(0), "Dedicated parameter-server ranks. 0: every worker serves, too."),
+    PlanOption("--microbatch", COUNT, "Samples per micro-batch.  [default: as parallel.microbatches, else 1]"),
+    _key_option("schedule"),
+    _key_option("chunks"),
     PlanOption(
-        "--chunks", COUNT, "Model chunks (virtual stages) per pipeline rank.  [default: by the schedule]", "chunks"
+        "--recompute",
+        RECOMPUTE,
+        "Activations to recompute in backward; full is parallel.recompute=true.  [default: none]",
     ),
-    PlanOption("--recompute", RECOMPUTE, "Activations to recompute in backward.  [default: none]", "recompute"),
-    PlanOption(
-        "--sequence-parallel/--no-sequence-parallel",
-        None,
-        "Sequence parallelism: shard activations by tokens over the tensor-parallel ranks.",
-        "sequence_parallel",
-    ),
-    PlanOption("--precision", PRECISIONS, "Data type of the model parameters.  [default: bfloat16]"),
+    _key_option("sequence_parallel", is_flag=True),
+    _key_option("precision"),
     PlanOption("--main-gradients", ("float32", "working"), "Data type of gradient accumulation.  [default: float32]"),
-    PlanOption(
-        "--activations",
-        ("working", "float32"),
-        "Data type of layer computation and stored activations; working: as --precision.  [default: working]",
-    ),
+    _key_option("activations"),
     PlanOption(
         "--optimizer-slots",
         click.IntRange(0, 2),
-        "Optimizer states per parameter: 2 for Adam, 1 for momentum.  [default: 2]",
+        "Optimizer states per parameter: 2 for Adam, 1 for momentum.  [default: by optimizer.name]",
     ),
-    PlanOption("--compression", COMPRESSIONS, "Gradient compression.  [default: none]", "compressions"),
-    PlanOption("--algorithm", ALGORITHMS, "Collective algorithm of the gradient exchange.  [default: auto, fastest]"),
+    _key_option("compression"),
+    _key_option("algorithm"),
     PlanOption(
         "--implementation",
         IMPLEMENTATIONS,
@@ -193,11 +185,15 @@ _LAYOUT: Final = (
         "With megatron: matrix products accumulate into the gradients.  [default: gradient-fusion]",
     ),
     PlanOption("--tensor-overlap", SHARE, "Share of tensor-parallel traffic overlapped with backward.  [default: 0]"),
-    PlanOption("--overlap", SHARE, "Share of the gradient exchange overlapped with computation.  [default: 1]"),
+    PlanOption(
+        "--overlap",
+        SHARE,
+        "Share of the gradient exchange overlapped with computation.  [default: by communication.overlap]",
+    ),
 )
 # layout option -> field of `SearchSpec` that gets only the option's value, if the option is given
-SEARCH_AXES: Final = {option.name: option.axis for option in _LAYOUT if option.axis}
-_VARIED: Final = {*SEARCH_AXES, "strategy", "zero"} - {"expert_ranks", "compression"}  # varied by a search by default
+SEARCH_AXES: Final = {name: SEARCH_SETTINGS[field] for name, field in LAYOUT_FIELDS.items() if field in SEARCH_SETTINGS}
+_VARIED: Final = {*SEARCH_AXES, "zero"} - {"expert_ranks", "compression"}  # varied by a search by default
 FOUND: Final = ("data", "servers")  # results of a search: a search rejects these options
 
 
@@ -241,7 +237,7 @@ _SET: Final = section_option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override a recipe key, e.g. parallel.tensor=2.",
+    help="Set a recipe key, e.g. parallel.tensor=2, with or without a recipe; repeatable.",
 )
 
 

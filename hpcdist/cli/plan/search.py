@@ -22,7 +22,7 @@ from hpcdist.cli.plan.options import (
     section_option,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
-from hpcdist.planner.layout import LAYOUT_FIELDS, OBJECTIVES, PARAMETER_SERVER
+from hpcdist.planner.layout import LAYOUT_FIELDS, OBJECTIVES, OPTION_KEYS, PARAMETER_SERVER
 from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from hpcdist.planner.layout import ParallelLayout
     from hpcdist.planner.search.best_layouts import SearchResult
     from hpcdist.planner.search.space import SearchSpec
-    from hpcdist.training.use_cases.recipe_plan import PlanSubject
+    from hpcdist.training.use_cases.plan import PlanSubject
+    from hpcdist.training.use_cases.plan_layout import GivenValues
 
 SEARCH_SECTION: Final = "Search"
 # Notes on the searched layouts:
 WITH_OTHERS: Final = "the search includes layouts that this version of hpcdist cannot run; --runnable excludes them"
 RUNNABLE_ALONE: Final = "the search covers only layouts that this version of hpcdist runs; omit --runnable for all"
-# For the command that plans the best layout again: options to print if the layout differs from the base layout,
-_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero"))
-# and the subset that a search does not vary, which keeps the given values.
-_AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*SEARCH_AXES, "strategy"))
-_COLOCATED: Final = "parameter_server.placement=colocated"
+# Options of the command that plans the best layout again. --data and --microbatch are always printed.
+_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero", "servers"))
+# Recipe key -> search setting (`SearchSpec` field) that gets only the key's value, if the command line sets it.
+_FIXED_KEYS: Final = {OPTION_KEYS[name]: setting for name, setting in SEARCH_AXES.items() if name in OPTION_KEYS}
 
 
 _option: Final = partial(section_option, SEARCH_SECTION)
@@ -83,14 +83,15 @@ def command(
     from hpcdist.planner.report import table, text
     from hpcdist.planner.report.table import search_table
     from hpcdist.planner.search import best_layouts
-    from hpcdist.training.use_cases.plan import with_simulator
-    from hpcdist.training.use_cases.plan_subject import read_cluster, with_published_kernels
+    from hpcdist.training.use_cases.plan import read_cluster, with_simulator
+    from hpcdist.training.use_cases.plan_layout import given_values
 
     check_plot(plot)
     on = read_cluster(cluster)
-    subject = with_published_kernels(_subject(recipe, overrides, options), on, always=True)
+    given = given_values(overrides, options)
+    subject = _subject(recipe, overrides, options, given, on)
     devices = options["devices"] or on.devices
-    request = _search_request(subject, on, options)
+    request = _search_request(subject, on, options, given)
     result, simulator_notes = with_simulator(
         lambda runs: best_layouts.search(
             subject.description, on, devices, subject.global_batch, dataclasses.replace(request, simulate=runs)
@@ -100,7 +101,7 @@ def command(
     idle_lines = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
     searched = RUNNABLE_ALONE if options["runnable"] else WITH_OTHERS
     notes = (searched, *simulator_notes, *sorted(idle_lines), *subject.notes, *table.assumption_line(on))
-    replan = _replan(result, recipe, overrides, options | {"cluster": cluster}, subject)
+    replan = _replan_command(result, recipe, overrides, options | {"cluster": cluster}, subject.layout)
     if as_json:
         click.echo(json.dumps(_jsonable(result, subject, on, notes) | {"again": replan}))
     else:
@@ -112,30 +113,38 @@ def command(
         click.get_current_context().exit(FAILURE)
 
 
-def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
+def _subject(
+    path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], given: "GivenValues", cluster: "Cluster"
+) -> "PlanSubject":
     from hpcdist.planner.report.text import ONE_REPLICA
-    from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
+    from hpcdist.training.use_cases.plan import subject_of_values, with_published_kernels
+    from hpcdist.training.use_cases.plan_layout import GivenValues, options_given
 
-    for name in options_given(options, FOUND):
+    refused = [*options_given(options, FOUND), *(["--set parallel.data"] if "parallel.data" in given.keys else [])]
+    for name in refused:
         raise UsageError(f"the search computes {name} from --devices, so {name} cannot be set; leave {name} out")
-    varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
-    fixed = {name: value for name, value in options.items() if name not in varied}
-    subject = subject_from_options(path, overrides, fixed)
-    return dataclasses.replace(subject, notes=tuple(note for note in subject.notes if note != ONE_REPLICA))
+    varied = {field for field in _FIXED_KEYS.values() if field not in ("compressions", "strategies")}
+    base = GivenValues(
+        {key: value for key, value in given.keys.items() if _FIXED_KEYS.get(key) not in varied},
+        {name: value for name, value in given.fields.items() if name not in SEARCH_AXES},
+    )
+    subject = subject_of_values(path, overrides, {**options, "devices": None}, base, cluster)
+    notes = tuple(note for note in subject.notes if note != ONE_REPLICA)
+    return with_published_kernels(dataclasses.replace(subject, notes=notes), cluster, given, always=True)
 
 
-def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
+def _search_request(
+    subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any], given: "GivenValues"
+) -> "SearchSpec":
     from hpcdist.planner.search.space import SearchSpec
-    from hpcdist.training.use_cases.plan_subject import strategy_from_options
 
     values: dict[str, Any] = {
-        field: (options[name],) for name, field in SEARCH_AXES.items() if options.get(name) is not None
+        axis: (given.keys[key],) for key, axis in _FIXED_KEYS.items() if given.keys.get(key, "auto") != "auto"
     }
-    strategy = strategy_from_options(options, subject.layout).get("strategy")
-    if strategy is not None:
-        values["strategies"] = (strategy,)
-    if "compressions" not in values:  # keep the compression of the recipe
-        values["compressions"] = (subject.layout.compression,)
+    values |= {SEARCH_AXES[name]: (value,) for name, value in given.fields.items() if name in SEARCH_AXES}
+    if "parallel.recompute" in given.keys and "recompute" not in values:
+        values["recompute"] = ("full" if given.keys["parallel.recompute"] else "none",)
+    values["compressions"] = (subject.layout.compression,)
     if options["memory"] is not None:
         values["memory_bytes"] = _memory_bytes(options["memory"], cluster)
     for name in ("objective", "fewer", "runnable", "distinct", "first", "simulate"):
@@ -157,22 +166,6 @@ def _memory_bytes(size_text: str, cluster: "Cluster") -> float:
     return limit
 
 
-def _replan(
-    result: "SearchResult",
-    path: Path | None,
-    overrides: tuple[str, ...],
-    options: Mapping[str, Any],
-    subject: "PlanSubject",
-) -> str | None:
-    from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
-
-    if not result.found:
-        return None
-    layout = result.found[0].estimate.layout
-    simulate = options["simulate"] and passes(layout, subject.global_batch) <= MOST_PASSES
-    return replan_command(path, overrides, options, subject.layout, layout, simulate=simulate)
-
-
 def _jsonable(
     result: "SearchResult", subject: "PlanSubject", cluster: "Cluster", notes: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -189,28 +182,26 @@ def _jsonable(
     return figures
 
 
-def replan_command(
+def _replan_command(
+    result: "SearchResult",
     path: Path | None,
     overrides: Sequence[str],
     options: Mapping[str, Any],
     base: "ParallelLayout",
-    layout: "ParallelLayout",
-    *,
-    simulate: bool,
-) -> str:
-    """Return the `hpcdist plan` command line for ``layout``, which a search found.
-
-    ``base``: layout of the recipe. Arguments of the search: ``path`` (recipe file), ``overrides`` (--set), ``options``.
-    """
+) -> str | None:
+    # The `hpcdist plan` command line for the best layout, or None without one. ``base``: layout of the recipe.
     from hpcdist.cli.plan.group import command
+    from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
 
-    is_wider = layout.strategy == base.strategy == PARAMETER_SERVER and base.servers > layout.servers == 0
+    if not result.found:
+        return None
+    layout = result.found[0].estimate.layout
+    is_simulated = options["simulate"] and passes(layout, result.global_batch) <= MOST_PASSES
     values = {
         **{name: value for name, value in options.items() if name not in (*LAYOUT_FIELDS, "devices", "simulate")},
-        **{name: options[name] for name in _AS_GIVEN},
-        **_changed_options(base, layout),
-        "overrides": (*overrides, _COLOCATED) if is_wider else overrides,
-        "simulate": None if simulate or layout.pipeline == 1 else False,
+        **_layout_options(options, base, layout),
+        "overrides": overrides,
+        "simulate": None if is_simulated or layout.pipeline == 1 else False,
     }
     words = [
         word for option in command.params if isinstance(option, click.Option) for word in _option_words(option, values)
@@ -218,16 +209,16 @@ def replan_command(
     return shlex.join(["hpcdist", "plan", *([] if path is None else [str(path)]), *words])
 
 
-def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
+def _layout_options(options: Mapping[str, Any], base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
     values: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
+    values["servers"] = layout.servers if layout.strategy == PARAMETER_SERVER else None
     for name in _LAYOUT_FIELDS:
         if layout.pipeline == 1 and name in ("schedule", "chunks"):
             continue  # no effect without a pipeline, and rejected
-        field = LAYOUT_FIELDS[name]
-        if getattr(layout, field) != getattr(base, field):
-            values[name] = getattr(layout, field)
-    if not layout.servers:
-        values.pop("servers", None)
+        value = getattr(layout, LAYOUT_FIELDS[name])
+        is_given = options[name] is not None or (name == "strategy" and options["zero"] is not None)
+        if is_given or value != getattr(base, LAYOUT_FIELDS[name]):
+            values[name] = value
     return values
 
 

@@ -40,8 +40,7 @@ def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
 def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
     from hpcdist.planner.cluster import toml_file
     from hpcdist.planner.report.text import one_line
-    from hpcdist.training.use_cases.plan import plan_of_subject
-    from hpcdist.training.use_cases.plan_subject import subject_of_recipe, with_published_kernels
+    from hpcdist.training.use_cases.plan import plan_of_subject, subject_of_recipe, with_published_kernels
 
     on = _part_of_nodes(toml_file.read(named), job.ranks_per_node)
     answer = plan_of_subject(
@@ -184,7 +183,7 @@ def command(
 
     all_options = options | {"cluster": cluster}
     planned = kinds.planned_job(recipe, overrides, all_options, click.get_current_context().meta[PROGRAM])
-    for line in (*planned.told, *estimate_lines(planned, cluster)):
+    for line in (*planned.notes, *estimate_lines(planned, cluster)):
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)
     if dry_run:

@@ -61,10 +61,10 @@ def itemsize(layout: ParallelLayout) -> int:
     return 4 if is_wide else 2
 
 
-def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
+def unit_activations(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
     """Return the activation bytes of each layer group in ``description.units``, in model order. Local."""
     size, by_tokens = itemsize(layout), layout.sequence_parallel
-    if layout.implementation == "megatron" and description.shape is not None:
+    if not layout.kernels.measures_arrays and description.shape is not None:
         shape = description.shape
         return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
     return _ours(description, layout.tensor, layout.context, size, by_tokens, layout.expert)
@@ -72,7 +72,7 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
     """Return True if attention scores are over half of a block's activations in a Megatron-LM ``layout``. Local."""
-    if layout.implementation != "megatron" or description.shape is None or layout.recompute != "none":
+    if layout.kernels.tiles_attention or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
     around = layout.tensor if layout.sequence_parallel else 1
@@ -80,7 +80,7 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return sizes of a rank's attention in layer ``unit`` (`AttentionShare`), and the context-parallel method's name.
+    """Return (sizes of a rank's attention, name of the context-parallel method) for a micro-batch.
 
     ``unit``: layer with attention, such as a transformer block. ``samples``: samples per micro-batch.
     """
@@ -192,14 +192,14 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
     return tuple(rows[:1]) if expert > 1 else ()
 
 
-def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
+def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...]) -> float:
     """Return the bytes that a rank sends to experts per micro-batch, in the model layer that sends most.
 
-    ``present``: indices of the rank's layers in ``description.units``.
+    ``unit_indices``: the rank's layers in ``description.units``.
     """
     if layout.expert == 1:
         return 0.0
-    rows = [array.size for place in present for array in _received(description.units[place], layout.expert)]
+    rows = [array.size for place in unit_indices for array in _received(description.units[place], layout.expert)]
     return float(itemsize(layout) * layout.microbatch * -(-max(rows, default=0) // layout.context))
 
 
@@ -226,23 +226,24 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
 
 
 def scratch_of(
-    description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...], *, accumulates: bool
+    description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...], *, accumulates: bool
 ) -> float:
     """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
-    ``present``: indices of its layers in ``description.units``. Keyword-only ``accumulates``: several micro-batches.
+    ``unit_indices``: the device's layers in ``description.units``. The keyword ``accumulates``: True for several
+    micro-batches.
     """
     # Temporary arrays of the same name share memory. Accumulation adds a temporary weight gradient. Float32 copies of
     # 16-bit parameters and gradients are not included.
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch
-    return _scratch(description, present, *sizes, adds, layout.expert)
+    return _scratch(description, unit_indices, *sizes, adds, layout.expert)
 
 
 @lru_cache(maxsize=8192)
 def _scratch(
     description: ModelDescription,
-    present: tuple[int, ...],
+    unit_indices: tuple[int, ...],
     tensor: int,
     context: int,
     size: int,
@@ -253,7 +254,7 @@ def _scratch(
 ) -> float:
     split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
     largest: dict[str, int] = {}
-    for number in present:
+    for number in unit_indices:
         unit = description.units[number]
         assert unit.counted is not None
         by_name = {

@@ -17,12 +17,19 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import (
     UnitActivations,
     itemsize,
-    of_units,
     recomputed_one_by_one,
     row_bytes,
     scratch_of,
+    unit_activations,
 )
-from hpcdist.planner.memory.model_states import exchanged, server_bytes, stage_of, states, unsharded, whole_units
+from hpcdist.planner.memory.model_states import (
+    buffer_bytes,
+    layer_copy_bytes,
+    server_bytes,
+    stage_of,
+    states,
+    unsharded,
+)
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import SplitKey, UnitGroup, chunks_of_split, stages_of_split
 from hpcdist.planner.time.expert_rows import SHARED, RowRoute, row_buffers, row_route
@@ -38,9 +45,9 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the micro-batches in flight on pipeline rank ``rank``, at each time at which its memory may peak. Local.
+    """Return the micro-batches in flight on a pipeline rank, for each time when its memory use may peak. Local.
 
-    ``ranks``: pipeline ranks. ``chunks``: model chunks per rank. Raises ConfigurationError (unknown schedule).
+    ``ranks``: pipeline ranks. ``chunks``: model chunks per rank. Raises ConfigurationError for an unknown schedule.
     """
     # One `LiveMicroBatches` per model chunk of the rank, for each time at which the memory use may peak.
     if schedule == FILE:
@@ -97,7 +104,7 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Layers of the model on pipeline rank ``rank``, and their numbers of parameters."""
+    """Layers on pipeline rank ``rank``, and their numbers of parameters."""
 
     # Units are given as indices in the model description. Dense parameters are all parameters outside experts.
 
@@ -111,41 +118,41 @@ class PipelinePart(NamedTuple):
     longest_dense: float  # most dense parameters of a unit
     # Per chunk: (first unit, ((unit, number of identical units in the chunk), ...)).
     chunks: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    present: tuple[int, ...]  # all units of the rank
+    unit_indices: tuple[int, ...]  # all units of the rank
     borders: tuple[int, ...]  # units whose inputs are pipeline messages of this rank
 
 
 @lru_cache(maxsize=8192)
-def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
+def parts(description: ModelDescription, split_key: SplitKey) -> tuple[PipelinePart, ...]:
     """Return the `PipelinePart` of each pipeline rank whose memory use may be the highest. Local.
 
-    ``cut``: fields of a `ParallelLayout` that determine the pipeline stages.
+    ``split_key``: layout fields that determine the pipeline stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
-    for rank, shares in enumerate(stages_of_split(description, cut)):
+    for rank, shares in enumerate(stages_of_split(description, split_key)):
         # Of several ranks with equal layers, only the first and the last are included.
         ends[shares] = ends.get(shares, (rank, rank))[0], rank
     ranks = sorted({rank for both in ends.values() for rank in both})
-    return tuple(part_of(description, cut, rank) for rank in ranks)
+    return tuple(part_of(description, split_key, rank) for rank in ranks)
 
 
 @lru_cache(maxsize=65536)
-def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
+def part_of(description: ModelDescription, split_key: SplitKey, rank: int) -> PipelinePart:
     """Return the layers of pipeline rank ``rank``, and their numbers of parameters. Local.
 
-    ``cut``: `ParallelLayout` fields that set the pipeline stages. Raises ConfigurationError for too few layers.
+    ``split_key``: layout fields that determine the pipeline stages. Raises ConfigurationError for too few layers.
     """
-    grouped = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
+    grouped = [chunk.shares for chunk in chunks_of_split(description, split_key) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]
     last = len(description.units) - 1
-    present = tuple(sorted({share.place for share in shares}))
+    unit_indices = tuple(sorted({share.place for share in shares}))
     dense = [share.times * (share.unit.parameters - share.unit.expert_parameters) for share in shares]
     # Biases after a sum are replicated also in experts, but are counted as sharded.
     divided = [share.times * max(0, share.unit.cut_parameters - share.unit.expert_parameters) for share in shares]
-    tied = description.tied_parameters if last in present and 0 not in present else 0
+    tied = description.tied_parameters if last in unit_indices and 0 not in unit_indices else 0
     longest = max((share.unit for share in shares), key=lambda unit: unit.parameters)
-    order = [(chunk.rank, chunk.shares[0].place) for chunk in chunks_of_split(description, cut)]
-    borders = _borders(order, rank) if cut.pipeline > 1 else ()
+    order = [(chunk.rank, chunk.shares[0].place) for chunk in chunks_of_split(description, split_key)]
+    borders = _borders(order, rank) if split_key.pipeline > 1 else ()
     return PipelinePart(
         rank=rank,
         whole=sum(dense) - sum(divided),
@@ -156,7 +163,7 @@ def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> Pipeline
         longest_experts=longest.expert_parameters,
         longest_dense=max(share.unit.parameters - share.unit.expert_parameters for share in shares),
         chunks=tuple((shares[0].place, tuple((share.place, share.times) for share in shares)) for shares in grouped),
-        present=present,
+        unit_indices=unit_indices,
         borders=tuple(borders),
     )
 
@@ -212,15 +219,15 @@ def memory(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> MemoryEstimate:
     """Return the memory of the device with the highest use. Local. Raises ConfigurationError for an invalid layout."""
-    many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
-    lasting = _lasting(description, cut, _lasting_of(layout))
+    many, split_key = layout.microbatches(global_batch), SplitKey.of(layout)
+    lasting = _lasting(description, split_key, _lasting_of(layout))
     passing = _passing(description, _passing_of(layout), many, row_route(layout, cluster))
     adds = _accumulates(layout, many)
     # Totals find the part with the highest use; all terms are then taken at the same moment.
     totals = [lasts.total + passes.total + adds * passes.added for lasts, passes in zip(lasting, passing, strict=True)]
     most = max(totals)
     place = totals.index(most)
-    terms, fullest = _terms(lasting[place], passing[place], adds=adds), parts(description, cut)[place].rank
+    terms, fullest = _terms(lasting[place], passing[place], adds=adds), parts(description, split_key)[place].rank
     if layout.strategy == "parameter_server" and layout.servers:
         served = server_bytes(description, layout)
         if sum(served.values()) > most:
@@ -232,15 +239,15 @@ def memory(
 def by_rank(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[dict[str, float], ...]:
-    """Return one dict per pipeline rank: from purpose, such as "activations", to bytes. Local.
+    """Return the bytes of each pipeline rank, as dicts from purpose, such as "activations", to bytes. Local.
 
     Raises ConfigurationError for an invalid layout.
     """
-    many, cut, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
+    many, split_key, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []
     for rank in range(layout.pipeline):
-        part = part_of(description, cut, rank)
-        alive = _moments(cut, part, layout.schedule, many, _repeats(description, layout))
+        part = part_of(description, split_key, rank)
+        alive = _moments(split_key, part, layout.schedule, many, _repeats(description, layout))
         passes = _passes(description, layout, part, alive, route)
         terms.append(_terms(_lasts(description, layout, part), passes, adds=_accumulates(layout, many)))
     return tuple(terms)
@@ -262,13 +269,13 @@ def _accumulates(layout: ParallelLayout, microbatches: int) -> bool:
 
 
 @lru_cache(maxsize=1 << 15)
-def _lasting(description: ModelDescription, cut: SplitKey, fields: tuple[Any, ...]) -> tuple[StepMemory, ...]:
-    layout = cut.layout.but(**dict(zip(_LASTING, fields, strict=True)))
-    return tuple(_lasts(description, layout, part) for part in parts(description, cut))
+def _lasting(description: ModelDescription, split_key: SplitKey, fields: tuple[Any, ...]) -> tuple[StepMemory, ...]:
+    layout = split_key.layout.but(**dict(zip(_LASTING, fields, strict=True)))
+    return tuple(_lasts(description, layout, part) for part in parts(description, split_key))
 
 
 def _lasts(description: ModelDescription, layout: ParallelLayout, part: PipelinePart) -> StepMemory:
-    is_ours = layout.implementation == "hpcdist" or description.shape is None
+    is_measured = layout.kernels.measures_arrays or description.shape is None
     tensor, whole, sharded = layout.tensor, unsharded(layout), states(layout)
     numbers, copied = part.whole + part.cut / tensor, part.copied / tensor
     parameters = numbers * sharded.parameter + copied * whole.parameter
@@ -280,8 +287,8 @@ def _lasts(description: ModelDescription, layout: ParallelLayout, part: Pipeline
         gradients += experts * sharded_experts.gradient
         optimizer += experts * sharded_experts.optimizer
     longest = part.longest + part.longest_experts / layout.expert
-    messages = _exchanged(layout, part) if is_ours else 0.0
-    scratch = whole_units(layout, longest)
+    messages = _exchanged(layout, part) if is_measured else 0.0
+    scratch = layer_copy_bytes(layout, longest)
     return StepMemory(
         parameters, gradients, optimizer, messages, scratch, parameters + gradients + optimizer + messages + scratch
     )
@@ -291,10 +298,10 @@ def _exchanged(layout: ParallelLayout, part: PipelinePart) -> float:
     tensor, longest_experts = layout.tensor, part.longest_experts / layout.expert
     if layout.expert == 1:
         numbers = part.whole + (part.cut + part.experts) / tensor
-        return exchanged(layout, numbers, part.longest + longest_experts)
+        return buffer_bytes(layout, numbers, part.longest + longest_experts)
     alike = layout.but(data=layout.data * layout.context // layout.expert, context=1)
-    dense = exchanged(layout, part.longest_dense / tensor, part.longest_dense)
-    return max(dense, exchanged(alike, longest_experts / tensor, longest_experts))
+    dense = buffer_bytes(layout, part.longest_dense / tensor, part.longest_dense)
+    return max(dense, buffer_bytes(alike, longest_experts / tensor, longest_experts))
 
 
 @lru_cache(maxsize=1 << 15)
@@ -302,21 +309,23 @@ def _passing(
     description: ModelDescription, fields: tuple[Any, ...], microbatches: int, route: RowRoute
 ) -> tuple[MicrobatchMemory, ...]:
     layout = ParallelLayout(**dict(zip(_PASSING, fields, strict=True)))
-    cut = SplitKey.of(layout)
-    alive = _alive(description, cut, layout.schedule, microbatches, _repeats(description, layout))
+    split_key = SplitKey.of(layout)
+    alive = _alive(description, split_key, layout.schedule, microbatches, _repeats(description, layout))
     return tuple(
         _passes(description, layout, part, moments, route)
-        for part, moments in zip(parts(description, cut), alive, strict=True)
+        for part, moments in zip(parts(description, split_key), alive, strict=True)
     )
 
 
-def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
+def _scratch(
+    description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...]
+) -> tuple[float, float]:
     # Returns the bytes of temporary arrays, and the additional bytes that gradient accumulation needs.
-    if layout.implementation == "hpcdist" or description.shape is None:
-        once = scratch_of(description, layout, present, accumulates=False)
-        return once, scratch_of(description, layout, present, accumulates=True) - once
-    units = of_units(description, layout)
-    return layout.microbatch * max([units[place].again for place in present]), 0.0
+    if layout.kernels.measures_arrays or description.shape is None:
+        once = scratch_of(description, layout, unit_indices, accumulates=False)
+        return once, scratch_of(description, layout, unit_indices, accumulates=True) - once
+    units = unit_activations(description, layout)
+    return layout.microbatch * max([units[place].again for place in unit_indices]), 0.0
 
 
 def _passes(
@@ -326,11 +335,11 @@ def _passes(
     alive: Sequence[Alive],
     route: RowRoute,
 ) -> MicrobatchMemory:
-    rows = row_buffers(row_bytes(description, layout, part.present), route)
-    if route.way == SHARED:  # rows are then stored as on one rank
+    rows = row_buffers(row_bytes(description, layout, part.unit_indices), route)
+    if route.method == SHARED:  # rows are then stored as on one rank
         layout = layout.but(expert=1)
-    scratch = _scratch(description, layout, part.present)
-    samples, units = layout.microbatch, of_units(description, layout)
+    scratch = _scratch(description, layout, part.unit_indices)
+    samples, units = layout.microbatch, unit_activations(description, layout)
     if layout.pipeline == 1 and _repeats(description, layout):
         activations = samples * recomputed_one_by_one(description, layout)
     else:
@@ -340,19 +349,23 @@ def _passes(
 
 
 def _repeats(description: ModelDescription, layout: ParallelLayout) -> bool:
-    return layout.recompute == "full" and (layout.implementation == "hpcdist" or description.shape is None)
+    return layout.recompute == "full" and (layout.kernels.measures_arrays or description.shape is None)
 
 
 @lru_cache(maxsize=1 << 15)
 def _alive(
-    description: ModelDescription, cut: SplitKey, schedule: str, microbatches: int, recompute: bool
+    description: ModelDescription, split_key: SplitKey, schedule: str, microbatches: int, recompute: bool
 ) -> tuple[tuple[Alive, ...], ...]:
-    return tuple(_moments(cut, part, schedule, microbatches, recompute) for part in parts(description, cut))
+    return tuple(_moments(split_key, part, schedule, microbatches, recompute) for part in parts(description, split_key))
 
 
-def _moments(cut: SplitKey, part: PipelinePart, schedule: str, microbatches: int, recompute: bool) -> tuple[Alive, ...]:
+def _moments(
+    split_key: SplitKey, part: PipelinePart, schedule: str, microbatches: int, recompute: bool
+) -> tuple[Alive, ...]:
     alive = []
-    for moment in in_flight(schedule, cut.pipeline, microbatches, cut.chunks, part.rank, recompute=recompute):
+    for moment in in_flight(
+        schedule, split_key.pipeline, microbatches, split_key.chunks, part.rank, recompute=recompute
+    ):
         counts: dict[int, Count] = {}
         for live, (first, shares) in zip(moment, part.chunks, strict=True):
             inputs, saved, held = counts.get(first, (0, 0, 0))
@@ -376,7 +389,7 @@ def _bytes_of(moment: Alive, units: Sequence[UnitActivations]) -> float:
 def _on_their_way(
     description: ModelDescription, layout: ParallelLayout, part: PipelinePart, units: Sequence[UnitActivations]
 ) -> float:
-    if layout.implementation == "hpcdist" or description.shape is None:
+    if layout.kernels.measures_arrays or description.shape is None:
         return IN_MESSAGES * sum([units[place].border for place in part.borders])
     size = itemsize(layout) * description.tokens / layout.context * description.width
     return IN_MESSAGES * len(part.borders) * (size / layout.tensor if layout.sequence_parallel else size)

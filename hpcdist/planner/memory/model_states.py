@@ -56,7 +56,7 @@ def unsharded(layout: ParallelLayout) -> ParameterBytes:
     if layout.precision in ("float32", "float64"):
         size = 4 if layout.precision == "float32" else 8
         return ParameterBytes(size, size, slots * size)
-    is_wide = layout.implementation == "megatron" and layout.main_gradients == "float32"
+    is_wide = layout.kernels.has_main_gradients and layout.main_gradients == "float32"
     return ParameterBytes(2, 4 if is_wide else 2, 4 * (1 + slots))
 
 
@@ -66,7 +66,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes of model states per parameter. Keyword-only ``experts``: True for an expert parameter."""
+    """Return the bytes of model states per parameter. The keyword ``experts``: True for an expert parameter."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -129,21 +129,23 @@ AHEAD: Final = 4  # gradients in flight at a server, `hpcdist.strategies.paramet
 WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-bit parameters
 
 
-def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of a rank's temporary full copies of one layer. ``longest``: parameters of the largest layer."""
+def layer_copy_bytes(layout: ParallelLayout, longest: float) -> float:
+    """Return the bytes of a device's temporary gathered copies of one layer. ``longest``: parameters of this layer."""
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
         each += size.parameter * (stage >= 3) + size.gradient * (stage >= 2)
-    if layout.implementation == "hpcdist" and layout.computes_in != layout.precision:
+    if layout.kernels.measures_arrays and layout.computes_in != layout.precision:
         each += 2 * WIDE
     return each * longest / layout.tensor
 
 
-def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
+def buffer_bytes(
+    layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES
+) -> float:
     """Return the bytes of a device's buffers for hpcdist's collectives over the data axis.
 
-    ``parameters``: number on the device. ``longest``: parameters of the largest layer, before tensor sharding.
+    ``parameters``: on the device. ``longest``: parameters of the largest layer, before tensor sharding.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
@@ -163,9 +165,9 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
 
 def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
     """Return ``estimate`` plus the memory of gradient buckets of ``bucket_bytes`` bytes above the default size."""
-    if bucket_bytes <= BUCKET_BYTES or layout.implementation != "hpcdist":
+    if bucket_bytes <= BUCKET_BYTES or not layout.kernels.grows_buckets:
         return estimate
-    more = exchanged(layout, math.inf, 0.0, bucket_bytes) - exchanged(layout, math.inf, 0.0)
+    more = buffer_bytes(layout, math.inf, 0.0, bucket_bytes) - buffer_bytes(layout, math.inf, 0.0)
     return replace(estimate, terms={**estimate.terms, "messages": estimate.terms["messages"] + more})
 
 

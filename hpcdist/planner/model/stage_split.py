@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.estimate import FlopEstimate
+from hpcdist.planner.kernels import KERNELS
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 from hpcdist.strategies.pipeline.costs import attention_scores
@@ -32,9 +33,9 @@ from hpcdist.strategies.schedule.registry import SCHEDULES
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:
     """Return the `FlopEstimate` of a step of ``global_batch`` samples on all devices. Local."""
-    is_ours = layout.implementation == "hpcdist"
-    model, hardware, exact, executed = _of_sample(description, layout.recompute, is_ours)
-    if is_ours and layout.recompute == "full":
+    is_tiled = layout.kernels.tiles_attention
+    model, hardware, exact, executed = _of_sample(description, layout.recompute, is_tiled)
+    if is_tiled and layout.recompute == "full":
         split = layout.pipeline, layout.chunks, layout.schedule
         repeated, repeated_exact = _again(description, *split)
         hardware += repeated
@@ -56,12 +57,12 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of layer ``unit`` per sample. Keyword-only ``exact``: True to omit masked pairs."""
+    """Return the forward FLOPs of layer ``unit`` per sample. The keyword ``exact``: True to omit masked pairs."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of attention in layer ``unit`` per sample. Keyword-only ``exact``: omit masked pairs."""
+    """Return the forward FLOPs of attention in layer ``unit`` per sample. The keyword ``exact``: omit masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -79,7 +80,7 @@ def _again(description: ModelDescription, pipeline: int, chunks: int, schedule: 
 
 
 @lru_cache(maxsize=1024)
-def _of_sample(description: ModelDescription, recompute: str, is_ours: bool) -> tuple[float, float, float, float]:
+def _of_sample(description: ModelDescription, recompute: str, is_tiled: bool) -> tuple[float, float, float, float]:
     model = hardware = exact = executed = 0.0
     for unit in description.units:
         matrices, scores, seen = matrix_flops(unit), attention_flops(unit), attention_flops(unit, exact=True)
@@ -87,14 +88,14 @@ def _of_sample(description: ModelDescription, recompute: str, is_ours: bool) -> 
         published = (1 + back) * matrices + 3 * scores
         looked_at = (1 + back) * matrices + 3 * seen
         repeated = 0.0
-        if is_ours:
+        if is_tiled:
             repeated = scores / 2
         elif unit.attention is not None and recompute != "none":
             repeated = 3 * scores if recompute == "selective" else matrices + scores
         model += unit.count * published
         hardware += unit.count * (published + repeated)
         exact += unit.count * looked_at
-        executed += unit.count * (looked_at + seen / 2 if is_ours else published + repeated)
+        executed += unit.count * (looked_at + seen / 2 if is_tiled else published + repeated)
     return model, hardware, exact, executed
 
 
@@ -103,9 +104,9 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """Group of equal consecutive layers in a pipeline chunk.
+    """Group of ``times`` equal consecutive layers in a pipeline chunk.
 
-    ``unit``: description of a layer. ``place``: index in ``ModelDescription.units``. ``times``: number of layers.
+    ``unit``: description of one layer. ``place``: index in ``ModelDescription.units``.
     """
 
     unit: ModelUnit
@@ -139,7 +140,7 @@ class SplitKey(NamedTuple):
 
     @property
     def layout(self) -> ParallelLayout:
-        """`ParallelLayout` with the fields of this `SplitKey`. All other fields have their default values."""
+        """`ParallelLayout` with the fields of this key. All other fields have their default values."""
         return ParallelLayout(**self._asdict())
 
 
@@ -154,20 +155,20 @@ def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[Stage
 
 
 @lru_cache(maxsize=4096)
-def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layer groups of each pipeline rank. ``cut``: `ParallelLayout` fields that set the split. Local."""
-    if cut.pipeline == 1:
+def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
+    """Return the layer groups of each pipeline rank. ``split_key``: layout fields that set the split. Local."""
+    if split_key.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
-    by_rank: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
-    for rank, shares in chunks_of_split(description, cut):
+    by_rank: list[list[UnitGroup]] = [[] for _ in range(split_key.pipeline)]
+    for rank, shares in chunks_of_split(description, split_key):
         by_rank[rank] += shares
     return tuple(_joined(shares_of_rank) for shares_of_rank in by_rank)
 
 
 @lru_cache(maxsize=4096)
-def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. ``cut``: `ParallelLayout` fields that set the split. Local."""
-    ranks, chunks_per_rank, schedule, implementation, recompute = cut
+def chunks_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[StageChunk, ...]:
+    """Return all pipeline chunks in model order. ``split_key``: layout fields that set the split. Local."""
+    ranks, chunks_per_rank, schedule, implementation, recompute = split_key
     row = SCHEDULES.get(schedule)
     if row is not None and row.most is not None and ranks > 1:
         chunks_per_rank = row.most
@@ -187,7 +188,7 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
             f"(embedding, layers and head), but {description.name} has {len(of_unit)} units; use fewer pipeline ranks "
             "or chunks"
         )
-    if implementation == "megatron" and description.shape is not None:
+    if KERNELS[implementation].splits_evenly and description.shape is not None:
         bounds = _even(description.units[1].count, parts)
     else:
         operations = [
@@ -274,7 +275,7 @@ AT_ONCE: Final = ("1f1b", "interleaved")  # the last chunk's backward follows it
 
 def recomputes_ahead(layout: ParallelLayout) -> bool:
     """Return True if pipeline ranks recompute activations while they wait for the output gradient."""
-    return layout.implementation == "hpcdist" and layout.pipeline > 1 and layout.recompute == "full"
+    return layout.kernels.recomputes_ahead and layout.pipeline > 1 and layout.recompute == "full"
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
@@ -309,7 +310,7 @@ def _repeated(
         elif recompute == "full":
             repeated_shares = _between(shares, is_first=number == 0, is_last=number == last)
         else:
-            is_kept = recompute == "none" or implementation == "hpcdist"
+            is_kept = recompute == "none" or layout.kernels.tiles_attention
             repeated_shares = () if is_kept else tuple(share for share in shares if share.unit.attention is not None)
         repeated.append(StageChunk(rank, repeated_shares))
     return tuple(repeated)

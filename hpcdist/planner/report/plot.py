@@ -19,7 +19,7 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead
 from hpcdist.planner.report.quantities import bytes_in_both, nbytes, seconds, share
 from hpcdist.planner.report.text import equation
-from hpcdist.planner.time.pipeline import PlannedSeconds, border, messages_block, simulated_timeline, stage_of
+from hpcdist.planner.time.pipeline import PlannedSeconds, border_message, messages_block, simulated_timeline, stage_of
 from hpcdist.planner.time.stage_load import StageLoad, chunk_loads, combined, loads
 from hpcdist.planner.time.step import data_exchange, rows_sum, tied_sum, timing
 from hpcdist.reporting import plotting
@@ -111,7 +111,7 @@ def timeline(
     is_pipelined = layout.pipeline > 1
     chunks = chunk_loads(description, layout, cluster) if is_pipelined else (loads(description, layout, cluster)[0][0],)
     terms = timing(description, layout, cluster, global_batch, simulate=is_pipelined).terms
-    hop_s = border(description, layout, cluster).seconds
+    hop_s = border_message(description, layout, cluster).seconds
     wait_s = hop_s if is_pipelined and messages_block(layout) else 0.0
     passes = [stage_of(load, layout, cluster, m).seconds for load in chunks]
     padded = [PlannedSeconds(forward_s + wait_s, input_s + wait_s, weight_s) for forward_s, input_s, weight_s in passes]

@@ -1,4 +1,4 @@
-"""Quantities of a plan as text, and a whole plan as JSON.
+"""Quantities of a plan as text, differences of two plans, and a whole plan as JSON.
 
 GB is 10^9 bytes and GiB is 2^30 bytes. Sizes that are compared with a memory size are printed in both units, because
 data sheets of GPUs print "GB" and mean GiB.
@@ -6,15 +6,18 @@ data sheets of GPUs print "GB" and mean GiB.
 
 import math
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.reporting.jsonable import jsonable
 
+DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")  # fields of a layout
 LINE: Final = 118  # characters of a terminal line
 _DECIMAL: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY: Final = ((2.0**50, "Pi"), (2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
@@ -29,6 +32,7 @@ _TIMES: Final = (
     (-math.inf, 1e-6, "us"),
 )
 _WORDS: Final = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
+SMALL: Final = 0.005  # share of a step: smaller differences of a term are not printed
 _PROPERTIES: Final = ("step_s", "mfu", "modelled_mfu", "is_capped", "hfu", "exact_mfu", "exact_hfu")
 
 
@@ -119,10 +123,43 @@ def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster
     layout, memory = estimate.layout, estimate.memory
     fields = asdict(estimate)
     fields["layout"] |= {"devices": layout.devices, "microbatches": layout.microbatches(estimate.global_batch)}
-    fields["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "breaks_first": memory.breaks_first}
+    fields["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "largest_term": memory.largest_term}
     fields["timing"] |= {"step_s": estimate.timing.step_s}
     fields["energy"] |= {"joules": estimate.energy.joules}
     fields["assumptions"] = list(toml_file.assumptions(cluster))
     about = {"model": description.name, "cluster": cluster.name, "device": cluster.device.name}
     result: dict[str, Any] = jsonable(about | fields | {name: getattr(estimate, name) for name in _PROPERTIES})
     return result
+
+
+def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return pairs (name, ``terms[name]`` - ``other[name]``), the largest absolute difference first. Local.
+
+    A missing name counts as 0. Names with value 0 in both dicts are omitted.
+    """
+    names = [name for name in {**terms, **other} if terms.get(name) or other.get(name)]
+    excess = [(name, terms.get(name, 0.0) - other.get(name, 0.0)) for name in names]
+    return sorted(excess, key=lambda item: -abs(item[1]))
+
+
+def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
+    """Return a line that says how much faster a step of ``estimate`` is than a step of ``other``, and why. Local."""
+    gain_s = other.step_s - estimate.step_s
+    excess = differences(estimate.timing.terms, other.timing.terms)
+    shown = [(name, excess_s) for name, excess_s in excess if abs(excess_s) > SMALL * estimate.step_s]
+    less = ", ".join(f"{seconds(-excess_s)} less of {name}" for name, excess_s in shown if excess_s < 0)
+    more = ", ".join(f"{seconds(excess_s)} more of {name}" for name, excess_s in shown if excess_s > 0)
+    if abs(gain_s) <= SMALL * SMALL * estimate.step_s:
+        verdict = "as fast"
+    else:
+        direction = "faster" if gain_s > 0 else "slower"
+        verdict = f"{seconds(abs(gain_s))} ({figures(100 * abs(gain_s) / other.step_s)} %) a step {direction}"
+    reasons = ", but ".join(filter(None, (less, more)))
+    return f"{verdict}: {reasons}" if reasons else verdict
+
+
+def changes(layout: ParallelLayout, other: ParallelLayout) -> str:
+    """Return the fields of ``layout`` that differ from ``other``, e.g. "data 32 instead of 4", or "". Local."""
+    names = dict.fromkeys((*DEGREES, *asdict(layout)))
+    pairs = [(name, getattr(layout, name), getattr(other, name)) for name in names]
+    return ", ".join(f"{name} {value} instead of {old}" for name, value, old in pairs if value != old)

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from hpcdist.planner.checks import unsupported
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits.unsupported import unsupported
-from hpcdist.planner.report.compare import slowdown_line
 from hpcdist.planner.report.quantities import (
     between,
     bytes_in_both,
@@ -23,6 +22,7 @@ from hpcdist.planner.report.quantities import (
     nbytes,
     seconds,
     share,
+    slowdown_line,
     wrapped,
 )
 from hpcdist.reporting import table as text_table
@@ -38,7 +38,7 @@ _ORDER: Final = (
     ("estimates were compared", "MFU is limited", "ZeRO-3: published"),
     ("an allocator that leaves cracks", "messages that hide"),
     (),
-    ("neither --steps nor --tokens",),
+    ("neither --steps nor --tokens", "is assumed, because no recipe"),
     ("not known", "left out"),
     ("assumption",),
     ("assumed in the cluster file",),
@@ -52,7 +52,7 @@ _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
     """Return the distinct warnings ``flags``, the most important first. Local.
 
-    ``layouts``: the planned layouts. Warnings about features that these layouts use and hpcdist lacks come early.
+    ``layouts``: the planned layouts. Warnings about features that hpcdist lacks come early.
     """
     unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
 
@@ -108,7 +108,7 @@ def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
 
 
 def assumption_line(cluster: Cluster) -> tuple[str, ...]:
-    """Return a line with the sections of the cluster file that contain assumptions, or () if there are none. Local."""
+    """Return a line that lists the sections of the cluster file with assumptions, or () without assumptions. Local."""
     sections = list(dict.fromkeys(text.partition(":")[0] for text in toml_file.assumptions(cluster)))
     if not sections:
         return ()

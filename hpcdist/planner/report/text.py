@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import devices_held, nodes_of
 from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.plan import devices_held, nodes_of
 from hpcdist.planner.report.quantities import (
+    DEGREES,
     LINE,
     between,
     bytes_in_both,
@@ -57,7 +58,6 @@ ONE_REPLICA: Final = (
 )
 WIDTH: Final = 60  # characters of the memory bar
 PAIRS: Final = 0.05  # relative difference from which on the MFU and HFU of visible pairs are printed, too
-DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")  # fields of a layout
 _HEAD: Final = 11  # width of the column of headings
 _NAME: Final = 13  # width of the column of terms
 
@@ -90,7 +90,7 @@ def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
 
 
 def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return lines on energy, carbon and price of the run and of a step. They name unknown values. Local."""
+    """Return lines on energy, carbon and price of the run and of a step, also if they are unknown. Local."""
     energy, run, site = estimate.energy, estimate.run, cluster.site
     parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
     endless = not math.isfinite(run.wall_s)
@@ -126,9 +126,9 @@ def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
     return [f"energy and price count {nodes}: {unused:,} of {held:,} devices {'is' if unused == 1 else 'are'} not used"]
 
 
-def breaks_lines(estimate: PlanEstimate) -> list[str]:
+def advice_lines(estimate: PlanEstimate) -> list[str]:
     """Return lines with advice on the largest memory term, the largest overhead of a step, and failures. Local."""
-    memory, largest, slowdown = estimate.memory, estimate.memory.breaks_first, estimate.run.slowdown
+    memory, largest, slowdown = estimate.memory, estimate.memory.largest_term, estimate.run.slowdown
     fraction = share(memory.terms[largest] / memory.limit_bytes)
     lines = [f"memory: {largest}, {fraction} of the limit; less with {_less(largest, estimate)}"]
     overheads = {name: term_s for name, term_s in estimate.timing.terms.items() if name not in ("forward", "backward")}
@@ -178,7 +178,7 @@ def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Clus
     lines = {
         "model": model_line(estimate, description),
         "layout": f"{split} of {cluster.name}{hint}; {strategy_lines(layout, estimate.global_batch)}",
-        "memory": f"{_fit(memory, nbytes, 'free')}, mostly {memory.breaks_first}",
+        "memory": f"{_fit(memory, nbytes, 'free')}, mostly {memory.largest_term}",
         "step": f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {rate}{limited}",
         "run": course,
         "notes": f"{len(estimate.flags)}; --explain prints them, the terms of memory, step and energy, and advice",
@@ -218,7 +218,7 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
         "",
         *_section("run", run_lines(estimate, cluster)),
         *_section("energy", energy_lines(estimate, cluster)),
-        *_section("limits", breaks_lines(estimate)),
+        *_section("limits", advice_lines(estimate)),
         *_section("flags", notes),
     ]
     return "\n".join(line.rstrip() for line in lines)

@@ -11,18 +11,24 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hpcdist.errors import UsageError
+from hpcdist.planner import checks
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import COMPUTING
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
-from hpcdist.planner.limits.checks import too_large, value_problems
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
-from hpcdist.planner.plan import plan
-from hpcdist.planner.report.compare import changes, slowdown_line
-from hpcdist.planner.report.quantities import bytes_in_both, figures, joules, nbytes, seconds, share
-from hpcdist.planner.search import bounds, space
+from hpcdist.planner.plan import COMPUTING, plan
+from hpcdist.planner.report.quantities import (
+    bytes_in_both,
+    changes,
+    figures,
+    joules,
+    nbytes,
+    seconds,
+    share,
+    slowdown_line,
+)
+from hpcdist.planner.search import space
 from hpcdist.planner.search.branch_and_bound import BranchAndBound
 from hpcdist.planner.search.space import SearchSpec
 
@@ -34,7 +40,7 @@ SAME: Final = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class RankedLayout:
-    """Layout with its objective ``value``. ``why``: reasons why this layout beats the next. ``limits``: bottlenecks."""
+    """Layout with its objective ``value``. ``why``: advantages over the next layout. ``limits``: bottlenecks."""
 
     estimate: PlanEstimate
     value: float
@@ -45,7 +51,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of layouts (or of "grids": combinations of parallel degrees) that break the rule named ``limit``."""
+    """Number of layouts, or of combinations of parallel degrees ("grids"), that break the rule ``limit``."""
 
     limit: str
     count: int
@@ -78,11 +84,11 @@ def search(
     """
     _check(description, cluster, devices, global_batch, spec)
     spare = SPARE_LAYOUTS if spec.simulate else 0
-    walk = BranchAndBound(description, cluster, devices, global_batch, spec, keep=spec.first + spare)
+    tree = BranchAndBound(description, cluster, devices, global_batch, spec, keep=spec.first + spare)
     with _no_cycles():
-        walk.run()
-        finalists, flags = _simulated(walk) if spec.simulate else (walk.best, ())
-    refused = _refused(walk)
+        tree.run()
+        finalists, flags = _simulated(tree) if spec.simulate else (tree.best, ())
+    refused = _refused(tree)
     unfit = sum(refusal.count for refusal in refused if refusal.of == "layouts")
     return SearchResult(
         objective=spec.objective,
@@ -90,10 +96,10 @@ def search(
         global_batch=global_batch,
         found=_explained(finalists, spec, cluster),
         refused=refused,
-        layouts=walk.layouts,
-        estimated=walk.estimated,
-        left_out=walk.layouts - walk.estimated - unfit,
-        nothing=() if finalists else nothing_fits(walk),
+        layouts=tree.layouts,
+        estimated=tree.estimated,
+        left_out=tree.layouts - tree.estimated - unfit,
+        nothing=() if finalists else nothing_fits(tree),
         flags=tuple(dict.fromkeys((*flags, *(flag for _, plan in finalists[: spec.first] for flag in plan.flags)))),
     )
 
@@ -115,14 +121,15 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
         raise UsageError(
             f"the search needs at least 1 device and a global batch of at least 1, got {devices} and {global_batch}"
         )
-    for problem in (*too_large(description, devices, global_batch), *value_problems(spec.base, global_batch)):
-        raise UsageError(problem.text)
+    sizes = (problem.text for problem in checks.size_problems(description, devices, global_batch))
+    for text in (*sizes, *spec.base.invalid_fields()):
+        raise UsageError(text)
     if devices > cluster.devices:
         raise UsageError(
             f"the search uses {devices} devices, but the cluster {cluster.name} has only {cluster.devices}; use fewer "
             "devices, or increase devices in the cluster file"
         )
-    bounds.check_objective(spec.objective, cluster)
+    space.check_objective(spec.objective, cluster)
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
@@ -130,18 +137,18 @@ def passes(layout: ParallelLayout, global_batch: int) -> int:
     return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
 
 
-def _simulated(walk: BranchAndBound) -> tuple[list[tuple[float, PlanEstimate]], tuple[str, ...]]:
-    spec, finalists, skipped = walk.wanted, [], 0
-    for value, estimate in walk.best:
+def _simulated(tree: BranchAndBound) -> tuple[list[tuple[float, PlanEstimate]], tuple[str, ...]]:
+    spec, finalists, skipped = tree.spec, [], 0
+    for value, estimate in tree.best:
         layout = estimate.layout
-        if layout.pipeline > 1 and passes(layout, walk.global_batch) <= MOST_PASSES:
-            arguments = walk.description, layout, walk.cluster, walk.global_batch, spec.steps
-            estimate = plan(*arguments, simulate=True, limit_bytes=walk.limit_bytes)
-            value = bounds.value(estimate, spec.objective)
+        if layout.pipeline > 1 and passes(layout, tree.global_batch) <= MOST_PASSES:
+            arguments = tree.description, layout, tree.cluster, tree.global_batch, spec.steps
+            estimate = plan(*arguments, simulate=True, limit_bytes=tree.limit_bytes)
+            value = space.value(estimate, spec.objective)
         elif layout.pipeline > 1:
             skipped += 1
         finalists.append((value, estimate))
-    finalists.sort(key=lambda finalist: bounds.value_and_tie_break(finalist[1], spec.objective))
+    finalists.sort(key=lambda finalist: space.value_and_tie_break(finalist[1], spec.objective))
     many = f"{skipped} of {len(finalists)} finalists have more than {MOST_PASSES} passes"
     text = f"{many} and are not simulated; their times are closed-form estimates"
     return finalists, (text,) if skipped else ()
@@ -150,7 +157,7 @@ def _simulated(walk: BranchAndBound) -> tuple[list[tuple[float, PlanEstimate]], 
 def _explained(
     finalists: list[tuple[float, PlanEstimate]], spec: SearchSpec, cluster: Cluster
 ) -> tuple[RankedLayout, ...]:
-    unit, ranked = bounds.unit(spec.objective, cluster), []
+    unit, ranked = space.unit(spec.objective, cluster), []
     for number, (value, estimate) in enumerate(finalists[: spec.first]):
         next_best = finalists[number + 1][1] if number + 1 < min(len(finalists), spec.first) else None
         ranked.append(
@@ -165,20 +172,20 @@ def _explained(
     return tuple(ranked)
 
 
-def _refused(walk: BranchAndBound) -> tuple[RefusalCount, ...]:
+def _refused(tree: BranchAndBound) -> tuple[RefusalCount, ...]:
     refusals = []
-    for of, counts in (("grids", walk.refusals.grids), ("layouts", walk.refusals.layouts)):
+    for of, counts in (("grids", tree.refusals.grids), ("layouts", tree.refusals.layouts)):
         rows = sorted(counts.items(), key=lambda item: -item[1][0])
         refusals += [RefusalCount(limit=limit, count=count, of=of, example=text) for limit, (count, text) in rows]
     return tuple(refusals)
 
 
 def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return reasons why ``estimate`` has a better ``objective`` than ``other``, the next layout (None: ())."""
+    """Return the reasons why ``estimate`` is better in ``objective`` than the next layout, ``other`` or None."""
     if other is None:
         return ()
     lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]
-    first, second = bounds.value(estimate, objective), bounds.value(other, objective)
+    first, second = space.value(estimate, objective), space.value(other, objective)
     if objective != "time":
         lines.append(
             f"{objective} {figures(100 * (second - first) / second)} % less: {_sums(estimate, other, objective)}"
@@ -215,7 +222,7 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
         worst = sorted(lost, reverse=True)[:3]
         lines[0] += "; " + ", ".join(f"{name} takes {share(seconds_ / step_s)}" for seconds_, name in worst)
     limit = min(estimate.memory.limit_bytes, memory_bytes or estimate.memory.limit_bytes)
-    used, most = estimate.memory.bytes, estimate.memory.breaks_first
+    used, most = estimate.memory.bytes, estimate.memory.largest_term
     full = "full" if used > NEAR * limit else "filled"
     lines.append(
         f"memory is {full} to {share(used / limit)}: {nbytes(used)} of {nbytes(limit)}, of it "
@@ -224,16 +231,16 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
     return tuple(lines)
 
 
-def nothing_fits(walk: BranchAndBound) -> tuple[str, ...]:
-    """Return lines on a search ``walk`` that found nothing: the layout with the least missing memory, and advice."""
-    if walk.memory_filter.leanest is None:
-        return tuple(_no_grid(walk))
-    over, layout, footprint = walk.memory_filter.leanest
-    most = footprint.breaks_first
+def nothing_fits(tree: BranchAndBound) -> tuple[str, ...]:
+    """Return lines on a finished search that found nothing: the layout that lacks the least memory, and advice."""
+    if tree.memory_filter.leanest is None:
+        return tuple(_no_grid(tree))
+    over, layout, footprint = tree.memory_filter.leanest
+    most = footprint.largest_term
     missing = f"{bytes_in_both(over)} are missing on a device of {bytes_in_both(footprint.bytes - over)}"
     largest = f"the largest term is {most} with {nbytes(footprint.terms[most])}"
     lines = [f"nothing fits: {missing} even with the layout of least memory, {layout_line(layout)}; {largest}"]
-    lines += _helps(walk, layout, footprint.bytes)
+    lines += _helps(tree, layout, footprint.bytes)
     return tuple(lines)
 
 
@@ -249,28 +256,28 @@ def layout_line(layout: ParallelLayout) -> str:
     return ", ".join([*parts, *layout.options])
 
 
-def _no_grid(walk: BranchAndBound) -> Iterator[str]:
-    counts = {**walk.refusals.layouts, **walk.refusals.grids}
+def _no_grid(tree: BranchAndBound) -> Iterator[str]:
+    counts = {**tree.refusals.layouts, **tree.refusals.grids}
     causes = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
-    yield f"no parallel degrees are possible on {walk.devices} devices; first violated limits: {causes}"
-    for devices in range(walk.devices - 1, 0, -1):
-        grids = space.grids(devices, walk.wanted)
+    yield f"no parallel degrees are possible on {tree.devices} devices; first violated limits: {causes}"
+    for devices in range(tree.devices - 1, 0, -1):
+        grids = space.grids(devices, tree.spec)
         if any(
-            next(checks.grid_problems(walk.description, grid, walk.cluster, walk.global_batch), None) is None
+            next(checks.grid_problems(tree.description, grid, tree.cluster, tree.global_batch), None) is None
             for grid in grids
         ):
-            yield f"with {devices} devices, {walk.devices - devices} fewer, layouts are possible"
+            yield f"with {devices} devices, {tree.devices - devices} fewer, layouts are possible"
             return
 
 
-def _helps(walk: BranchAndBound, layout: ParallelLayout, needed_bytes: float) -> Iterator[str]:
-    limit = walk.limit_bytes
+def _helps(tree: BranchAndBound, layout: ParallelLayout, needed_bytes: float) -> Iterator[str]:
+    limit = tree.limit_bytes
     yield f"a device with {bytes_in_both(needed_bytes)} would suffice"
     many = 2
     tests = [("full recomputation", replace(layout, recompute="full"))]
     tests += [(f"the strategy {name}", replace(layout, strategy=name)) for name in ("zero1", "zero2", "zero3")]
     tests.append(("sequence parallelism", replace(layout, sequence_parallel=layout.tensor > 1)))
-    while many <= 64 and layout.data * many <= walk.global_batch:
+    while many <= 64 and layout.data * many <= tree.global_batch:
         tests.append((f"{many} times the devices, as data", replace(layout, data=many * layout.data, strategy="zero3")))
         many *= 2
     for factor in (2, 4, 8):
@@ -281,10 +288,10 @@ def _helps(walk: BranchAndBound, layout: ParallelLayout, needed_bytes: float) ->
         kind = name.split(" ")[-1]
         if changed == layout or kind in helpful:
             continue
-        larger = replace(walk.cluster, devices=max(walk.cluster.devices, changed.devices))
-        if next(checks.shape_problems(walk.description, changed, larger, walk.global_batch), None) is not None:
+        larger = replace(tree.cluster, devices=max(tree.cluster.devices, changed.devices))
+        if next(checks.shape_problems(tree.description, changed, larger, tree.global_batch), None) is not None:
             continue
-        required_bytes = memory(walk.description, changed, larger, walk.global_batch).bytes
+        required_bytes = memory(tree.description, changed, larger, tree.global_batch).bytes
         if required_bytes <= limit:
             helpful.add(kind)
             yield f"with {name} it would fit: {nbytes(required_bytes)}"

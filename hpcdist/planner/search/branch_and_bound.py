@@ -1,6 +1,6 @@
 """Branch and bound over the space of layouts, best first, with a memory filter.
 
-A heap orders nodes by a lower bound (`hpcdist.planner.search.bounds`). The search ends if the smallest bound is not
+A heap orders nodes by a lower bound (`hpcdist.planner.search.space`). The search ends if the smallest bound is not
 better than the last result. Memory does not decrease with the size of equal micro-batches in complete groups, so few
 layouts need a memory estimate.
 """
@@ -13,20 +13,18 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from hpcdist.planner import checks
+from hpcdist.planner.checks import LayoutProblem, refusals
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
-from hpcdist.planner.limits.checks import LayoutProblem
-from hpcdist.planner.limits.unsupported import refusals
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import step_flops
 from hpcdist.planner.plan import least_s, plan
-from hpcdist.planner.search import bounds, space
-from hpcdist.planner.search.bounds import FamilyTotals
-from hpcdist.planner.search.space import SearchSpec, Strategy, with_strategy
-from hpcdist.planner.time.pipeline import border
+from hpcdist.planner.search import space
+from hpcdist.planner.search.space import FamilyTotals, SearchSpec, Strategy, with_strategy
+from hpcdist.planner.time.pipeline import border_message
 from hpcdist.planner.time.step import MicrobatchFlow, microbatch_flow
 
 ALIKE: Final = ("activations", "reserved")  # terms that do not depend on the strategy
@@ -50,9 +48,10 @@ class MemoryFilter:
     def fitting(
         self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the pairs (data-axis strategy, compression) with which the layout ``order`` fits into memory.
+        """Return the pairs in ``strategies`` with which the layout ``order`` fits into memory.
 
-        ``strategies``: the pairs to test. ``sizes``: all micro-batch sizes in the search, in ascending order.
+        ``strategies``: (data-axis strategy, compression) pairs. ``sizes``: all micro-batch sizes of the search, in
+        ascending order.
         """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -107,7 +106,7 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: a set of layouts that have some settings of ``layout`` in common."""
+    """Node of the search tree: all layouts that share some fields with ``layout``."""
 
     # Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
     # only differ in data-axis strategy and compression.
@@ -148,7 +147,7 @@ class BranchAndBound:
     cluster: Cluster
     devices: int
     global_batch: int
-    wanted: SearchSpec
+    spec: SearchSpec
     keep: int
     layouts: int = 0
     estimated: int = 0
@@ -161,7 +160,7 @@ class BranchAndBound:
     _last: Rank = (math.inf, 0.0, 0, 0)  # rank of the worst kept layout, once ``keep`` are kept
 
     def __post_init__(self) -> None:
-        self.limit_bytes = space.limit_bytes(self.wanted, self.cluster.device.memory_bytes)
+        self.limit_bytes = space.limit_bytes(self.spec, self.cluster.device.memory_bytes)
         self.memory_filter = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
 
     def run(self) -> None:
@@ -180,37 +179,37 @@ class BranchAndBound:
         self.best = [(rank[0], estimate) for rank, estimate in sorted(self._best_of.values(), key=lambda x: x[0])]
 
     def _push_families(self) -> None:
-        objective = self.wanted.objective
+        objective = self.spec.objective
         nodes = []
-        for grid in space.grids(self.devices, self.wanted):
+        for grid in space.grids(self.devices, self.spec):
             problem = next(checks.grid_problems(self.description, grid, self.cluster, self.global_batch), None)
             if problem is not None:
                 self.refusals.grid(problem)
                 continue
-            if self.wanted.runnable and (reasons := refusals(grid)):
+            if self.spec.runnable and (reasons := refusals(grid)):
                 self.refusals.grid(LayoutProblem("unbuilt", reasons[0]))
                 continue
-            orders = len(space.orders(self.description, grid, self.wanted))
-            variants = len(space.strategies(grid, self.wanted))
-            for cut in space.families(grid, self.wanted):
+            orders = len(space.orders(self.description, grid, self.spec))
+            variants = len(space.strategies(grid, self.spec))
+            for cut in space.families(grid, self.spec):
                 if problem := next(checks.grid_problems(self.description, cut, self.cluster, self.global_batch), None):
                     self.refusals.grid(problem)
                     continue
-                for microbatch in space.sizes(cut, self.global_batch, self.wanted):
+                for microbatch in space.sizes(cut, self.global_batch, self.spec):
                     self.layouts += orders * variants
                     family = cut.but(microbatch=microbatch)
-                    of_all = bounds.family_totals(self.description, family, self.cluster, self.global_batch)
-                    bound = bounds.family_bound(of_all, family, self.cluster, objective)
-                    nodes.append(SearchNode(self._bound(bound, family), next(self._numbers), family, of_all))
+                    totals = space.family_totals(self.description, family, self.cluster, self.global_batch)
+                    bound = space.family_bound(totals, family, self.cluster, objective)
+                    nodes.append(SearchNode(self._bound(bound, family), next(self._numbers), family, totals))
         heapq.heapify(nodes)
         self._heap = nodes
 
-    def _open(self, family: ParallelLayout, of_all: FamilyTotals) -> None:
-        sizes = space.sizes(family, self.global_batch, self.wanted)
-        hop_s = border(self.description, family, self.cluster).seconds
-        for schedule, chunks in space.orders(self.description, family, self.wanted):
+    def _open(self, family: ParallelLayout, totals: FamilyTotals) -> None:
+        sizes = space.sizes(family, self.global_batch, self.spec)
+        hop_s = border_message(self.description, family, self.cluster).seconds
+        for schedule, chunks in space.orders(self.description, family, self.spec):
             order = family.but(schedule=schedule, chunks=chunks)
-            strategies = space.strategies(order, self.wanted)
+            strategies = space.strategies(order, self.spec)
             if problem := next(checks.order_problems(self.description, order, self.global_batch), None):
                 self.refusals.layout(problem, len(strategies))
                 continue
@@ -219,17 +218,17 @@ class BranchAndBound:
             if len(fitting) < len(strategies):
                 self.refusals.layout(self._full(order, strategies), len(strategies) - len(fitting))
             if fitting:
-                bound = bounds.schedule_bound(of_all, order, hop_s, self.cluster, self.wanted.objective)
+                bound = space.schedule_bound(totals, order, hop_s, self.cluster, self.spec.objective)
                 self._wait(SearchNode(self._bound(bound, order), next(self._numbers), order, None, fitting))
 
     def _time(self, node: SearchNode) -> None:
         arguments = node.layout, self.cluster, self.global_batch
         flow = microbatch_flow(self.description, *arguments)
-        bound = bounds.order_bound(flow, self.description, *arguments, self.wanted.objective)
+        bound = space.order_bound(flow, self.description, *arguments, self.spec.objective)
         self._wait(node._replace(bound=self._bound(bound, node.layout), known=flow))
 
     def _bound(self, floor: float, layout: ParallelLayout) -> Bound:
-        if self.wanted.objective != "time" or not self.cluster.most_mfu:
+        if self.spec.objective != "time" or not self.cluster.most_mfu:
             return floor, floor
         workers = layout.devices - layout.servers
         if workers not in self._least_s:
@@ -242,7 +241,7 @@ class BranchAndBound:
             heapq.heappush(self._heap, node)
 
     def _runnable(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        if not self.wanted.runnable:
+        if not self.spec.runnable:
             return strategies
         runnable = []
         for strategy in strategies:
@@ -262,17 +261,17 @@ class BranchAndBound:
         return LayoutProblem("memory", "")  # only the first memory problem of a search has a message
 
     def _plan(self, layout: ParallelLayout, flow: MicrobatchFlow, seen: tuple[int, int]) -> None:
-        arguments = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
+        arguments = self.description, layout, self.cluster, self.global_batch, self.spec.steps
         estimate = plan(*arguments, limit_bytes=self.limit_bytes, flow=flow)
         self.estimated += 1
-        self._keep((*bounds.value_and_tie_break(estimate, self.wanted.objective), *seen), estimate)
+        self._keep((*space.value_and_tie_break(estimate, self.spec.objective), *seen), estimate)
 
     def _keep(self, rank: Rank, estimate: PlanEstimate) -> None:
         if rank >= self._last:
             return
         layout = estimate.layout
         key: Any = rank
-        if self.wanted.distinct:
+        if self.spec.distinct:
             key = (layout.data, layout.pipeline, layout.tensor, layout.context, layout.expert)
             if key in self._best_of and self._best_of[key][0] <= rank:
                 return

@@ -6,20 +6,44 @@
     layout     an order with a strategy and a compression
 
 Choices without effect are left out, such as compression with one replica.
+
+Lower bounds of the objective allow a search to skip families and orders.
+
+**Family bound.** A step takes at least T = (seconds of all units per micro-batch) x (micro-batches) / (stages), as if
+all stages were equally busy. Let the slowest of p ranks take X seconds, and all ranks S seconds plus A seconds of
+recomputation. If one rank recomputes nothing, it saves at most X / 2 of A. So p X >= S + A - X / 2.
+
+Bounds for a single schedule: `schedule_bound` and `order_bound`.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
+from hpcdist.constants import J_PER_KWH
 from hpcdist.errors import UsageError
-from hpcdist.planner.layout import COMPRESSIONS, OBJECTIVES, RECOMPUTE, STRATEGIES, ParallelLayout
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate, TimeEstimate
+from hpcdist.planner.layout import OBJECTIVES, RECOMPUTE, SEARCH_SETTINGS, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
-from hpcdist.strategies.schedule.registry import SCHEDULES
+from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
+from hpcdist.planner.plan import devices_held, energy, peak_of, peak_share
+from hpcdist.planner.time.compute import cached
+from hpcdist.planner.time.expert_rows import row_route
+from hpcdist.planner.time.network import span
+from hpcdist.planner.time.pipeline import SPLIT, PlannedSeconds, closed_form
+from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, collective_wait, load_key, loads
+from hpcdist.planner.time.step import AXES, MicrobatchFlow
+from hpcdist.strategies.schedule.registry import SCHEDULES, chunks_of
 
 Strategy = tuple[str, str]  # (strategy, compression)
 PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipelines)
+_ALL_IF_EMPTY: Final = ("tensors", "pipelines", "contexts", "chunks", "microbatches")  # settings of `SearchSpec`
+RECOMPUTED_SHARE: Final = 0.5  # maximum share of a micro-batch's time that is recomputation
+ROUNDED: Final = 1 - 1e-12  # tolerance for sums in another order
+UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +76,17 @@ class SearchSpec:
     distinct: bool = False  # only the best layout for each combination of parallel degrees
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("strategies", STRATEGIES),
-            ("schedules", PIPELINES),
-            ("recompute", RECOMPUTE),
-            ("compressions", COMPRESSIONS),
-            ("sequence_parallel", (False, True)),
-        ):
-            values = getattr(self, name)
-            wrong = [value for value in values if value not in choices]
-            if wrong or not values:
-                raise UsageError(
-                    f"the search cannot try {name} = {', '.join(map(str, wrong)) or 'an empty list'}; choose one or "
-                    f"more values of {', '.join(map(str, choices))}"
-                )
-        for name in ("chunks", "tensors", "pipelines", "contexts", "experts", "microbatches"):
-            wrong = [value for value in getattr(self, name) if value < 1]
-            if wrong:
-                raise UsageError(f"the search cannot try {name} = {wrong[0]}; each value must be at least 1")
+        for name, setting in SEARCH_SETTINGS.items():
+            values = getattr(self, setting)
+            if not values and setting not in _ALL_IF_EMPTY:
+                example = getattr(ParallelLayout(), name)
+                raise UsageError(f"the search cannot try {setting} = an empty list; give a value such as {example}")
+            for value in values:
+                for text in ParallelLayout().but(**{name: value}).invalid_fields():
+                    raise UsageError(f"the search cannot try {setting} = {value}: {text}")
+        for schedule in self.schedules:
+            if schedule not in PIPELINES:
+                raise UsageError(f"the search cannot try schedules = {schedule}; choose from {', '.join(PIPELINES)}")
         if self.objective not in OBJECTIVES:
             raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:
@@ -111,10 +128,10 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of layout ``grid`` with each pair (recomputation, sequence parallelism) listed in ``spec``."""
+    """Yield copies of the layout ``grid``, one for each pair (recomputation, sequence parallelism) of ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
-    if grid.implementation == "hpcdist" and "none" in choices:  # scores are always recomputed
+    if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed
         choices = tuple(choice for choice in choices if choice != "selective")
     for recompute in choices:
         for sequence_parallel in both:
@@ -122,11 +139,11 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try for the data-parallel degree of ``grid``, in ascending order. Local."""
+    """Return the micro-batch sizes to try for the layout ``grid``, in ascending order. Local."""
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
-    if grid.implementation == "megatron":
+    if grid.kernels.splits_evenly:
         return divisors(share)
     # One size per possible number of micro-batches. In a pipeline and in Megatron-LM, micro-batches must be equal.
     candidates = {-(-share // many) for many in range(1, share + 1)}
@@ -136,7 +153,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return pairs (pipeline schedule, chunks per rank) to try. Without a pipeline, only ("sequential", 1). Local."""
+    """Return the pairs (pipeline schedule, chunks per rank) to try for the layout ``grid``. Local."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
@@ -150,7 +167,7 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
 
 
 def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
-    """Return the (strategy, compression) pairs to try: only one pair if no ranks exchange gradients. Local."""
+    """Return the (strategy, compression) pairs to try for the layout ``grid``. One rank needs only one pair. Local."""
     if grid.data * grid.context == 1:
         none = "none" if "none" in spec.compressions else spec.compressions[0]
         return ((spec.strategies[0], none),)
@@ -158,13 +175,12 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return a copy of the layout ``order`` with another data-axis strategy and compression.
+    """Return a copy of the layout ``order`` with other values of ``strategy`` and ``compression``.
 
     ``variant``: pair (strategy, compression). ``microbatch``: micro-batch size of the copy, or 0 to keep the size.
     """
     strategy, compression = variant
-    # hpcdist overlaps neither compressed exchanges nor exchanges with servers.
-    alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")
+    alone = not order.kernels.overlaps_coded and (compression != "none" or strategy == "parameter_server")
     return order.but(
         strategy=strategy,
         compression=compression,
@@ -189,5 +205,171 @@ def _chunks(description: ModelDescription, grid: ParallelLayout, spec: SearchSpe
         return spec.chunks
     layers = description.shape.layers if description.shape else description.stages
     even = divisors(layers // grid.pipeline) if layers % grid.pipeline == 0 else ()
-    uneven = (2,) if grid.implementation == "hpcdist" and 2 * grid.pipeline <= description.stages else ()
+    uneven = (2,) if not grid.kernels.splits_evenly and 2 * grid.pipeline <= description.stages else ()
     return tuple(sorted({*even, *uneven} - {1}))
+
+
+def check_objective(objective: str, cluster: Cluster) -> None:
+    """Raise UsageError if the cluster file lacks data for ``objective``, such as the price for "cost". Local."""
+    site = cluster.site
+    if objective == "cost" and site.device_hour_price is None and site.kwh_price is None:
+        raise UsageError(
+            f"the objective 'cost' needs a price, but the cluster {cluster.name} has none; set "
+            "site.device_hour_price or site.kwh_price in the cluster file, or choose the objective energy"
+        )
+    if objective in ("energy", "energy-delay") and not cluster.device.peak_w:
+        raise UsageError(
+            f"the objective {objective!r} needs the device power, but the cluster {cluster.name} has none; set "
+            "device.peak in the cluster file, or choose the objective time"
+        )
+
+
+def value(estimate: PlanEstimate, objective: str) -> float:
+    """Return the objective of one step: seconds (time), joules (energy), price (cost), or J s (energy-delay). Local."""
+    if objective == "time":
+        return estimate.step_s
+    if objective == "cost":
+        assert estimate.run.price is not None, "the cluster has a price"
+        return estimate.run.price / estimate.run.steps
+    joules = estimate.energy.joules
+    return joules if objective == "energy" else joules * estimate.step_s
+
+
+def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
+    """Return the sort key of a layout: (objective value, value that decides between equal objective values)."""
+    objective_value = value(estimate, objective)
+    if objective != "time":
+        return objective_value, objective_value
+    # The upper end of the estimated range of step times.
+    return objective_value, estimate.step_range_s[1] if estimate.step_range_s else estimate.timing.modelled_s
+
+
+def unit(objective: str, cluster: Cluster) -> str:
+    """Return the unit of the objective values. Local."""
+    return cluster.site.currency if objective == "cost" else UNITS[objective]
+
+
+def order_bound(
+    flow: MicrobatchFlow,
+    description: ModelDescription,
+    order: ParallelLayout,
+    cluster: Cluster,
+    global_batch: int,
+    objective: str,
+) -> float:
+    """Return a lower bound of the objective value of the layout ``order``, from its micro-batch times. Local.
+
+    ``flow``: result of `microbatch_flow` for this layout. ``objective``: such as "time" or "energy".
+    """
+    # Excludes gradient exchange, optimizer update and reading of samples, so the bound holds for every data-axis
+    # strategy and compression.
+    least_s = sum(flow.terms.values())
+    if objective == "time":
+        return least_s
+    peak_flops = (order.devices - order.servers) * peak_of(cluster, order)
+    reached = peak_share(step_flops(description, order, global_batch), flow, peak_flops)
+    return _worth(least_s, _joules(flow.terms, order, cluster, reached), order, cluster, objective)
+
+
+class FamilyTotals(NamedTuple):
+    """Times per micro-batch of a set of layouts that differ only in schedule, chunks, strategy and compression."""
+
+    # Forward and backward with collectives, summed over all pipeline ranks. Excludes recomputation if ranks can
+    # recompute while they wait for a gradient.
+    seconds: PlannedSeconds
+    each_s: float  # lower bound on the slowest pipeline rank, with recomputation
+    full: float  # micro-batches per replica and step; a smaller last micro-batch is a fraction
+    computing: float  # computation time / time with collectives
+
+
+def family_totals(
+    description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
+) -> FamilyTotals:
+    """Return the times per micro-batch of the whole model, over all pipeline ranks. Local.
+
+    ``family``: a layout whose schedule, chunks, data-axis strategy and compression are ignored.
+    """
+    many = family.microbatches(global_batch)
+    alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
+    load, waits = _alone(description, alone, cluster)
+    forward_s = load.forward_s + sum(waits.forward_s.values())
+    input_s = load.input_s + sum(waits.back_s.values())
+    weight_s = load.weight_s + load.add_s * (many - 1) / many
+    once_s = forward_s + input_s + weight_s
+    again_s = load.again_s + sum(waits.again_s.values())
+    each_s = (once_s + again_s) / family.pipeline
+    if recomputes_ahead(family):  # one rank may recompute nothing
+        each_s = max(once_s / family.pipeline, (once_s + again_s) / (family.pipeline + RECOMPUTED_SHARE))
+    else:
+        input_s += again_s
+    computes_s = load.forward_s + load.input_s + weight_s + load.again_s
+    full = -(-global_batch // family.data) / family.microbatch  # the last micro-batch may be smaller
+    return FamilyTotals(PlannedSeconds(forward_s, input_s, weight_s), each_s, full, computes_s / (once_s + again_s))
+
+
+def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, CollectiveWait]:
+    spans = (span(alone, axis, cluster) for axis in AXES)
+    route = row_route(alone, cluster)
+    key, cache = (*load_key(description, alone), alone.tensor_overlap, route, *spans), cached(cluster, "alone")
+    if key not in cache:
+        ((load, _),) = loads(description, alone, cluster)
+        cache[key] = load, collective_wait(load, alone, cluster)
+    entry: tuple[StageLoad, CollectiveWait] = cache[key]
+    return entry
+
+
+def family_bound(totals: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
+    """Return a lower bound of the objective of layout ``family``, without pipeline idle time. Local.
+
+    ``totals``: result of `family_totals` for this layout. ``objective``: such as "time" or "energy".
+    """
+    return _floor(totals, 0.0, 0.0, family, cluster, objective)
+
+
+def schedule_bound(
+    totals: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
+) -> float:
+    """Return a lower bound of the objective of layout ``order``, including pipeline idle time. Local.
+
+    ``totals``: result of `family_totals`. ``hop_s``: seconds of a message to the next pipeline rank.
+    """
+    ranks = order.pipeline
+    if ranks == 1:
+        return family_bound(totals, order, cluster, objective)
+    # Let X be the slowest rank's seconds per micro-batch, and S their sum over all p pipeline ranks; m micro-batches, v
+    # model chunks per rank. The other ranks need at most Y = S / (p - 1) seconds per micro-batch on average. For ranks
+    # with Y seconds, `closed_form` returns an idle time I, too large by at most E: X if the schedule splits backward in
+    # two passes, else X / v. If ranks recompute while they wait, E is larger by half for 1F1B, and doubled for
+    # interleaved. The step takes at least m X + I - E.
+    most = PlannedSeconds(*(seconds / (ranks - 1) for seconds in totals.seconds))
+    form = closed_form(order, most, most, math.ceil(totals.full), hop_s)
+    fill = 1.0 if order.schedule in SPLIT else 1 / chunks_of(order.schedule, order.chunks)
+    if recomputes_ahead(order):
+        fill += fill * RECOMPUTED_SHARE * {"1f1b": 1, "interleaved": 2}.get(order.schedule, 0)
+    idle_s = max(0.0, form.idle_s - fill * totals.each_s) if totals.full >= fill else 0.0
+    return ROUNDED * _floor(totals, idle_s, form.message_s, order, cluster, objective)
+
+
+def _floor(
+    totals: FamilyTotals, idle_s: float, message_s: float, layout: ParallelLayout, cluster: Cluster, objective: str
+) -> float:
+    busy_s = totals.each_s * totals.full
+    least_s = busy_s + idle_s + message_s
+    if objective == "time":
+        return least_s
+    inside = {"forward": totals.computing * busy_s, "tensor": (1 - totals.computing) * busy_s}
+    joules = _joules({**inside, "bubble": idle_s, "pipeline": message_s}, layout, cluster, 0.0)
+    return _worth(least_s, joules, layout, cluster, objective)
+
+
+def _joules(terms: Mapping[str, float], layout: ParallelLayout, cluster: Cluster, reached: float) -> float:
+    bare = TimeEstimate(terms=terms, hidden_s=0.0, bubble=0.0, bytes={}, algorithms={})
+    return energy(bare, layout, cluster, reached).joules
+
+
+def _worth(step_s: float, joules: float, layout: ParallelLayout, cluster: Cluster, objective: str) -> float:
+    if objective == "cost":
+        site = cluster.site
+        hours = devices_held(layout, cluster) * step_s / 3600
+        return hours * (site.device_hour_price or 0.0) + joules / J_PER_KWH * (site.kwh_price or 0.0)
+    return joules if objective == "energy" else joules * step_s

@@ -29,9 +29,6 @@ MOVED_BACK: Final = 1.5  # two reads and a write, instead of a read and a write
 # Backward: dropout reads and writes, softmax reads two and writes one.
 SCORES_FORWARD: Final = (4, 1)
 SCORES_BACK: Final = (5, 1)
-# Bytes per float32 logit that Megatron-LM's vocab_parallel_cross_entropy moves. Forward: cast (6), maximum (4),
-# difference (8), exponential (8), sum (4), quotient (8). Backward: factor (8), cast (6).
-LOSS_BYTES: Final = (38, 14)
 SCORE_KERNELS: Final = 4  # two products, softmax, dropout; twice as many in backward
 _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id of the cluster
 
@@ -82,7 +79,7 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
 def main_bytes(layout: ParallelLayout) -> int:
     """Return the bytes per element of the main gradients, which sum the gradients of all micro-batches. Local."""
     item = ITEM_BYTES[layout.precision]
-    return 4 if item == 2 and layout.implementation == "megatron" and layout.main_gradients == "float32" else item
+    return 4 if item == 2 and layout.kernels.has_main_gradients and layout.main_gradients == "float32" else item
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
@@ -135,7 +132,7 @@ class _Unit:
         repeated = 0.0
         if layout.recompute == "full":
             repeated = whole
-        elif layout.recompute == "selective" and layout.implementation == "megatron":
+        elif layout.recompute == "selective" and not layout.kernels.tiles_attention:
             repeated = forward  # tiled attention recomputes its scores in any case
         cover = (2 if layout.sequence_parallel else 1) * begin
         flags = tuple(sorted(self.flags))
@@ -180,7 +177,7 @@ class _Unit:
             2 * wide * (heads + attention.kv_heads / layout.tensor) * self.item / self.moves
         )  # q, k, v and the output
         peak = self.peak * self.device.attention_share
-        if layout.implementation == "hpcdist":
+        if layout.kernels.tiles_attention:
             forward = 4 * samples * heads * attention.size * self._pairs(attention) / peak
             return max(forward, ends), max(TILED_BACK * forward, 2 * ends)
         scores = samples * heads * attention.every_pair
@@ -206,11 +203,12 @@ class _Unit:
         unit, layout = self.unit, self.layout
         samples = layout.microbatch / layout.context
         rest = samples * (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
-        if layout.implementation == "megatron" and unit.products and unit.products[-1].cut == "columns":  # logits
+        loss_bytes = layout.kernels.loss_bytes
+        if loss_bytes and unit.products and unit.products[-1].cut == "columns":  # logits
             logits = samples * unit.products[-1].rows * unit.products[-1].columns / layout.tensor
             there, back = (
-                rest * self.item + LOSS_BYTES[0] * logits,
-                MOVED_BACK * rest * self.item + LOSS_BYTES[1] * logits,
+                rest * self.item + loss_bytes[0] * logits,
+                MOVED_BACK * rest * self.item + loss_bytes[1] * logits,
             )
             return there / self.moves, back / self.moves
         forward = (rest + samples * unit.moved_cut / layout.tensor) * self.item / self.moves
@@ -220,7 +218,7 @@ class _Unit:
         # Seconds to add a micro-batch's weight gradients to the accumulated gradients.
         each = main_bytes(self.layout) / self.moves
         separate, waits = local_parameters(self.unit, self.layout), 0.0
-        if self.layout.implementation == "megatron" and self.layout.gradient_fusion:
+        if self.layout.kernels.fuses_gradients and self.layout.gradient_fusion:
             for product in self.unit.products:
                 rows, inner, columns, experts = self._extents(product)
                 separate -= experts * inner * columns

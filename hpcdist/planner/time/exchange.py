@@ -25,7 +25,8 @@ from hpcdist.constants import HALVES
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import STRATEGIES, ParallelLayout
-from hpcdist.planner.memory.model_states import WIDE, exchanged, unsharded
+from hpcdist.planner.memory.model_states import WIDE, buffer_bytes, unsharded
+from hpcdist.planner.model.stage_split import recomputes_ahead
 from hpcdist.planner.time import gradient_payloads
 from hpcdist.planner.time.gradient_payloads import (
     STORED_ITEM_BYTES,
@@ -35,7 +36,7 @@ from hpcdist.planner.time.gradient_payloads import (
     compressed_sum,
     gradient_item_bytes,
 )
-from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substituted
+from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substitute_warning
 
 WORTHWHILE: Final = 0.9  # longer buckets must reduce the exposed time to this share
 # Messages of Megatron-LM's ZeRO-3 per GPT block: two norms and four products, weight and bias each. Chosen for
@@ -70,26 +71,26 @@ def choose_bucket(
     """Return the `BucketChoice` with the least exposed seconds. ``cost_of(n)``: cost of sending n buckets. Local."""
     # Lengths are tried in ascending order, doubling each time. hpcdist starts with the default of a recipe, the
     # published implementation with a message per unit, but at least the same bytes.
-    is_ours = layout.implementation == "hpcdist"
+    grows = layout.kernels.grows_buckets
     short = max(1, min(gradients.units, int(gradients.nbytes // BUCKET_BYTES)))
-    count = math.ceil(gradients.nbytes / BUCKET_BYTES) if is_ours else short
+    count = math.ceil(gradients.nbytes / BUCKET_BYTES) if grows else short
     best, default_s = BucketChoice(NO_COST, -math.inf, 0.0), 0.0
     while count:
         bucket = gradients.nbytes / count
-        if is_ours and default_s and _more(gradients, layout, bucket) > gradients.spare_bytes:
+        if grows and default_s and _more(gradients, layout, bucket) > gradients.spare_bytes:
             break
         cost, parts = cost_of(count), min(count, gradients.units)  # the last unit has nothing to overlap
         # Only a share of the messages may overlap, and no longer than backward takes; the rest is exposed.
         hideable_s = layout.overlap * cost.seconds * (parts - 1) / parts
         exposed_s = cost.seconds - min(hideable_s, gradients.backward_s)
         default_s = default_s or exposed_s
-        if exposed_s < (WORTHWHILE if is_ours else 1) * (best.cost.seconds - best.hidden_s):
+        if exposed_s < (WORTHWHILE if grows else 1) * (best.cost.seconds - best.hidden_s):
             best = BucketChoice(cost, cost.seconds - exposed_s, bucket)
         # Longer buckets would start later, and everything that may overlap already does.
-        if hideable_s <= gradients.backward_s and (hideable_s or not is_ours):
+        if hideable_s <= gradients.backward_s and (hideable_s or not grows):
             break
         count //= 2
-    if not is_ours or best.bucket_bytes <= BUCKET_BYTES:
+    if not grows or best.bucket_bytes <= BUCKET_BYTES:
         return best
     flag = (
         f"allreduce uses buckets of {best.bucket_bytes / 2**20:.3g} MiB instead of {BUCKET_BYTES >> 20}; set "
@@ -100,7 +101,9 @@ def choose_bucket(
 
 
 def _more(gradients: BucketedGradients, layout: ParallelLayout, bucket_bytes: float) -> float:
-    return exchanged(layout, gradients.parameters, 0.0, bucket_bytes) - exchanged(layout, gradients.parameters, 0.0)
+    return buffer_bytes(layout, gradients.parameters, 0.0, bucket_bytes) - buffer_bytes(
+        layout, gradients.parameters, 0.0
+    )
 
 
 class ExchangeCost(NamedTuple):
@@ -151,13 +154,13 @@ def exchange(
 ) -> ExchangeCost:
     """Return the cost per step of exchanging a device's gradients and parameters with its data-parallel replicas.
 
-    ``parameters``: number on the device. ``backward_s``: backward seconds of a micro-batch. ``microbatches``: per step.
+    ``parameters``: on the device. ``backward_s``: backward seconds of a micro-batch. ``microbatches``: per step.
     Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     common = parameters - expert_parameters if layout.expert > 1 else parameters
-    by_tensor = layout.strategy == "zero3" and layout.implementation == "megatron"
+    by_tensor = layout.strategy == "zero3" and layout.kernels.gathers_by_tensor
     messages = max(1, units) * (TENSORS if by_tensor else 1)
     job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), messages, ends, matrices, spare_bytes)
     cost = job.of(common, "replicas", layout.data * layout.context)
@@ -202,8 +205,8 @@ class _Job(NamedTuple):
         layout, m = self.layout, self.microbatches
         stage = int(layout.strategy[-1])
         often = 1 if stage == 1 else m
-        # hpcdist's owners receive 16-bit gradients directly from the ranks, whatever algorithm is set.
-        is_direct = layout.implementation == "hpcdist" and layout.precision in HALVES
+        # Whatever algorithm is set.
+        is_direct = layout.kernels.sends_to_owners and layout.precision in HALVES
         operation = "all_to_all" if is_direct else "reduce_scatter"
         scatter = self._gradients(operation, parameters, axis, self.units)
         gather = self._in_messages("all_gather", parameters * STORED_ITEM_BYTES[layout.precision], axis, self.units)
@@ -211,7 +214,7 @@ class _Job(NamedTuple):
             return self._result(
                 self._hide(scatter.seconds * often, often), gather.seconds, repeated_cost(scatter, often), gather
             )
-        recomputes = layout.implementation == "hpcdist" and layout.recompute == "full" and layout.pipeline > 1
+        recomputes = recomputes_ahead(layout)
         # Forward, recomputation and backward each gather all units. The last unit is kept if its backward follows its
         # forward; the first unit if the next micro-batch's forward follows its backward.
         first, last = (end / parameters for end in self.ends) if axis == "replicas" else (0.0, 0.0)
@@ -303,7 +306,7 @@ class _Job(NamedTuple):
 
     def _ignored(self, operation: str, taken: str) -> tuple[str, ...]:
         name = self.layout.algorithm
-        return () if name == "auto" else (substituted(name, operation, taken),)
+        return () if name == "auto" else (substitute_warning(name, operation, taken),)
 
     def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> MessageCost:
         layout = self.layout

@@ -32,7 +32,7 @@ STORED_ITEM_BYTES: Final = ITEM_BYTES  # of stored gradients and parameters
 
 def gradient_item_bytes(layout: ParallelLayout) -> int:
     """Return the bytes per gradient element in messages on the data axis, without compression."""
-    if layout.implementation == "hpcdist" and layout.strategy != "allreduce":
+    if layout.kernels.sends_stored_gradients and layout.strategy != "allreduce":
         return STORED_ITEM_BYTES[layout.precision]
     return summed_item_bytes(layout)
 
@@ -40,7 +40,7 @@ def gradient_item_bytes(layout: ParallelLayout) -> int:
 def summed_item_bytes(layout: ParallelLayout) -> int:
     """Return the bytes per gradient element in allreduce messages, without compression."""
     working = STORED_ITEM_BYTES[layout.precision]
-    is_narrow = layout.implementation == "megatron" and layout.main_gradients == "working"
+    is_narrow = layout.kernels.has_main_gradients and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
 
 
@@ -53,13 +53,13 @@ Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, count)
 
 
 class Payload(NamedTuple):
-    """Compressed gradients of one device, and the method ``way`` that sums them over the ranks."""
+    """Compressed gradients of one device, and the ``method`` that sums them over the ranks."""
 
     nbytes: float
     # "owned": each rank decodes and sums the gradients of its shard; ranks then gather the encoded sums.
     # "gathered": each rank gathers, decodes and sums the gradients of all ranks.
     # "summed": an allreduce sums the encoded gradients, and each rank decodes the sum.
-    way: str
+    method: str
     touched_bytes: float  # memory traffic of encoding and decoding
     flops: float = 0.0
     flags: tuple[str, ...] = ()
@@ -184,15 +184,15 @@ def _over(
     return MessageCost(
         cost.seconds + sent.seconds(cluster),
         cost.nbytes,
-        f"{layout.compression} {'allreduce' if sent.way == 'summed' else sent.way}",
+        f"{layout.compression} {'allreduce' if sent.method == 'summed' else sent.method}",
         (*cost.flags, *sent.flags),
     )
 
 
 def _sent(operation: str, payload: Payload, ranks: GroupSpan, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    if payload.way == "gathered":
+    if payload.method == "gathered":
         return collective("all_gather", ranks.size * payload.nbytes, ranks, cluster, layout.algorithm)
-    if payload.way == "summed":
+    if payload.method == "summed":
         return collective("allreduce", payload.nbytes, ranks, cluster, layout.algorithm)
     there = collective("all_to_all", payload.nbytes, ranks, cluster, layout.algorithm)
     often = 2 if operation == "allreduce" else 1

@@ -153,7 +153,7 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     """Return the number of group members in a node (or other set) of ``box`` consecutive devices.
 
-    The group has ``size`` devices, ``stride`` apart. ``below``: members in a smaller set inside, such as a socket.
+    The group has ``size`` devices, ``stride`` apart. ``below``: its members in a smaller set, such as a socket.
     """
     # The result divides `size`. Boxes nest: a multiple of `below`, which divides the group into equal parts.
     room = max(1, box // stride)
@@ -384,12 +384,12 @@ def _cost(operation: str, nbytes: float, span: GroupSpan, algorithm: str) -> Mes
     best = min((_named(operation, name, nbytes, span) for name in names), key=lambda cost: cost.seconds)
     if algorithm == "auto":
         return best
-    return best._replace(flags=(*best.flags, substituted(algorithm, operation, best.algorithm)))
+    return best._replace(flags=(*best.flags, substitute_warning(algorithm, operation, best.algorithm)))
 
 
-def substituted(algorithm: str, operation: str, taken: str) -> str:
-    """Return a warning: ``operation`` does not support ``algorithm``; algorithm ``taken`` is used instead."""
-    return f"algorithm = {algorithm}: {operation} does not have this algorithm and uses {taken}"
+def substitute_warning(algorithm: str, operation: str, substitute: str) -> str:
+    """Return the warning that ``operation`` uses ``substitute``, because it does not support ``algorithm``."""
+    return f"algorithm = {algorithm}: {operation} does not have this algorithm and uses {substitute}"
 
 
 def _named(operation: str, name: str, nbytes: float, span: GroupSpan) -> MessageCost:

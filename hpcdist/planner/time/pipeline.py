@@ -236,13 +236,13 @@ def chunks_seconds(
     return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
 
 
-def border(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
+def border_message(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the `MessageCost` of sending a micro-batch's activations to the next pipeline rank. Local."""
     if layout.pipeline == 1:
         return NO_COST
     numbers = layout.microbatch * description.tokens * description.width / layout.context
     nbytes = numbers * ITEM_BYTES[layout.computes_in]
-    parted = layout.sequence_parallel or layout.implementation == "megatron"
+    parted = layout.sequence_parallel or layout.kernels.splits_borders
     cost = message(nbytes / layout.tensor if parted else nbytes, layout, "pipeline", cluster)
     if layout.sequence_parallel or not parted:
         return cost
@@ -260,12 +260,12 @@ def messages_per_microbatch(layout: ParallelLayout) -> int:
 
 def messages_block(layout: ParallelLayout) -> bool:
     """Return True if a pipeline rank cannot compute until its messages are complete."""
-    return layout.implementation == "megatron" and layout.schedule not in SPLIT
+    return layout.kernels.blocks_on_messages and layout.schedule not in SPLIT
 
 
 def steps_overlap(layout: ParallelLayout) -> bool:
     """Return True if a pipeline rank may start its next step before other ranks have finished the current step."""
-    return layout.implementation == "megatron" and layout.schedule in SPLIT
+    return layout.kernels.blocks_on_messages and layout.schedule in SPLIT
 
 
 def closed_pipe(

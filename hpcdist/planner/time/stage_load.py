@@ -20,10 +20,10 @@ from hpcdist.planner.memory.activations import context_share
 from hpcdist.planner.model.description import AttentionShape, ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
+from hpcdist.planner.time.expert_rows import counts_bytes as row_counts_bytes
 from hpcdist.planner.time.expert_rows import row_turn
 from hpcdist.planner.time.network import MessageCost, collective, span
 from hpcdist.strategies.context.costs import counts_bytes, exchanged_bytes, ring_exposed_s, ring_passes
-from hpcdist.strategies.expert.axis import counts_bytes as expert_counts_bytes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -62,7 +62,7 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds that a rank waits for the collectives of a micro-batch, as dicts from parallel axis to seconds.
+    """Waiting for the collectives of a micro-batch: dicts from parallel axis to seconds of a rank.
 
     ``back_s``: in backward. ``again_s``: in recomputation. ``nbytes``: bytes sent, by axis. ``hidden_s``: seconds of
     ring attention messages that overlap computation.
@@ -234,15 +234,14 @@ def _calls(
     if not unit.expert_parameters:
         return
     first = next(product for product in unit.products if product.experts > 1)
-    if layout.context > 1 and layout.implementation == "hpcdist":
+    if layout.context > 1 and layout.kernels.routes_rows:
         counts = counts_bytes(layout.context, layout.microbatch, first.experts)
         yield AxisCollective(FORWARD, "context", "all_gather", counts)
     if layout.expert > 1:
-        # hpcdist routes all tokens on each tensor rank, Megatron-LM only the rank's rows.
-        by_rows = layout.sequence_parallel and layout.implementation == "megatron"
+        by_rows = layout.sequence_parallel and layout.kernels.splits_expert_rows
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
-        if layout.implementation == "hpcdist":
-            yield AxisCollective(FORWARD, "expert", "counts", expert_counts_bytes(first.experts))
+        if layout.kernels.routes_rows:
+            yield AxisCollective(FORWARD, "expert", "counts", row_counts_bytes(first.experts))
         turns = (FORWARD, "rows"), (FORWARD, "results"), (BACKWARD, "gradients"), (BACKWARD, "results")
         for when, turn in turns:
             yield AxisCollective(when, "expert", turn, tokens * first.inner * each)
@@ -253,7 +252,7 @@ def _context(
 ) -> Iterator[AxisCollective]:
     # Whole buffer: keys and values of all tokens.
     whole = layout.microbatch * attention.context * 2 * attention.kv_heads / layout.tensor * attention.size * item
-    if layout.implementation == "hpcdist":
+    if layout.kernels.rotates_keys:
         share, method = context_share(unit, layout, layout.microbatch)
         if method == "all_to_all":
             for when, exchanges in zip((FORWARD, BACKWARD), exchanged_bytes(share), strict=True):

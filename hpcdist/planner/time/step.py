@@ -29,7 +29,7 @@ from hpcdist.planner.time.gradient_payloads import STORED_ITEM_BYTES, summed_ite
 from hpcdist.planner.time.network import NO_COST, MessageCost, collective, message, span
 from hpcdist.planner.time.pipeline import (
     StageTime,
-    border,
+    border_message,
     closed_pipe,
     messages_per_microbatch,
     ranks_of,
@@ -46,16 +46,16 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
     ``parameters``: number of parameters before sharding, of which ``expert_parameters`` belong to experts.
     """
-    numbers = owned(parameters - expert_parameters, layout, layout.data * layout.context)
+    numbers = updated_parameters(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
-        numbers += owned(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
+        numbers += updated_parameters(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
     norm = collective("allreduce", WIDE_BYTES, span(layout, "all", cluster), cluster)
     moves = cluster.device.memory_bytes_per_s * cluster.device.memory_share
-    return numbers * bytes_each(layout) / moves + norm.seconds
+    return numbers * update_bytes_per_parameter(layout) / moves + norm.seconds
 
 
-def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that one device (or parameter server) updates.
+def updated_parameters(parameters: float, layout: ParallelLayout, replicas: int) -> float:
+    """Return the number of parameters that a device or parameter server updates.
 
     ``parameters``: parameters of one device without ZeRO. ``replicas``: number of ranks that ZeRO shards over.
     """
@@ -64,16 +64,13 @@ def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
     return parameters / replicas if stage_of(layout.strategy) else parameters
 
 
-def bytes_each(layout: ParallelLayout) -> float:
+def update_bytes_per_parameter(layout: ParallelLayout) -> float:
     """Return the memory traffic in bytes per parameter for the gradient norm and the optimizer update. Local."""
     parameter, gradient, _ = unsharded(layout)
     wide = layout.precision not in ("float32", "float64")
     master = WIDE_BYTES if wide else parameter
     step = 2 * master * (1 + layout.optimizer_slots) + (parameter if wide else 0)
-    if layout.implementation == "megatron":
-        copied = 2 + WIDE_BYTES if wide and gradient == 2 else 0
-        return copied + 2 * WIDE_BYTES + WIDE_BYTES + 2 * WIDE_BYTES + WIDE_BYTES + step + gradient
-    return 2 * gradient + step
+    return layout.kernels.update_bytes(step, gradient, is_narrow=wide and gradient == 2)
 
 
 AXES: Final = ("tensor", "context", "expert")
@@ -104,7 +101,7 @@ def microbatch_flow(
         _check(layout, m)
     ranks = ranks_of(description, layout, cluster, m)
     slowest = max((stage for stage, _ in ranks), key=lambda stage: stage.whole_s)
-    hop = border(description, layout, cluster)
+    hop = border_message(description, layout, cluster)
     if simulate and layout.pipeline > 1:
         pipe = simulated_pipe(description, layout, cluster, m, slowest, hop.seconds)
     else:
@@ -175,7 +172,7 @@ def data_exchange(
     ``m``: micro-batches per step. ``stage``: times of the rank. ``spare_bytes``: free memory for larger buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
-    if layout.pipeline == 1 and layout.implementation == "hpcdist":
+    if layout.pipeline == 1 and layout.kernels.keeps_end_layers:
         first, last = (local_parameters(unit, layout) for unit in (description.units[0], description.units[-1]))
         ends = first, last
     return exchange(
@@ -208,7 +205,7 @@ def tied_sum(description: ModelDescription, layout: ParallelLayout, cluster: Clu
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NO_COST
     elements = description.tied_parameters / layout.tensor
-    if layout.implementation == "hpcdist":
+    if layout.kernels.sums_tied_in_pair:
         there = message(elements * STORED_ITEM_BYTES[layout.precision], layout, "pipeline", cluster)
         return there._replace(seconds=2 * there.seconds)
     return message(elements * summed_item_bytes(layout), layout, "pipeline", cluster)

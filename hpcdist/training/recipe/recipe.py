@@ -84,6 +84,16 @@ def known_keys() -> Mapping[str, Field]:
     return {f"{section}.{name}": key for section, kind in SECTIONS.items() for name, key in fields_of(kind).items()}
 
 
+def check_value(key: str, value: Any) -> None:
+    """Raise ConfigurationError if ``value`` is invalid for the recipe key ``key``, whatever the other keys are."""
+    section, _, name = key.partition(".")
+    rule = known_keys()[key].rule(section)
+    if rule is not None and (refusal := rule.refusal({key: value})):
+        raise ConfigurationError(refusal)
+    if known_keys()[key].key.expected:  # the class of the section checks it
+        SECTIONS[section](**{name: value})
+
+
 @cache
 def defaults() -> Mapping[str, Any]:
     """Return the default values of all recipe keys, keyed by ``section.name``."""

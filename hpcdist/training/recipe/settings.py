@@ -81,15 +81,18 @@ def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
     return settings
 
 
-def overrides(texts: Iterable[str], keys: Keys) -> Settings:
-    """Return the settings in ``texts`` ("section.name=value"; the last one counts). ``keys``: all recipe keys."""
+def overrides(texts: Iterable[str], keys: Keys, option: str = "--set") -> Settings:
+    """Return the settings in ``texts`` ("section.name=value"; the last one counts). ``keys``: all recipe keys.
+
+    ``option``: command-line option that gave ``texts``, for error messages.
+    """
     settings = Settings()
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--set {text}: expected KEY=VALUE, for example --set run.steps=50")
         key = key.strip()
-        _add_setting(settings, key, _parse(key, value.strip(), keys), "--set", keys, Path())
+        _add_setting(settings, key, _parse(key, value.strip(), keys), option, keys, Path())
     return settings
 
 

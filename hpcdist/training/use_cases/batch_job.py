@@ -45,11 +45,11 @@ _DAY_S: Final = 86400.0
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A batch job with its site profile and recipe, and with notes, warnings and problems to show to the user."""
+    """A batch job with its site profile and recipe, and with messages for the user."""
 
     job: BatchJob
     site: SiteProfile
-    told: tuple[str, ...]  # notes on the job
+    notes: tuple[str, ...]
     hidden: tuple[str, ...]  # messages about files that compute nodes cannot see
     recipe: "Recipe | None" = None
     missing: tuple[str, ...] = ()  # messages about modules that the job's Python lacks
@@ -139,14 +139,16 @@ def size_of(job: BatchJob) -> str:
     return f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
 
 
-def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
-    """Check ``job`` against its cluster's profile ``site``, and return it with messages. Raises ConfigurationError.
+def checked_job(
+    job: BatchJob, site: SiteProfile, size_text: str, notes: Iterable[str], data: Iterable[str]
+) -> PlannedJob:
+    """Check ``job`` against the site profile, and return the job with messages. Raises ConfigurationError.
 
-    ``shape``: text about the job's size. ``notes``: further messages. ``data``: paths of the job's data files.
+    ``size_text``: description of the job's size. ``notes``: further messages. ``data``: paths of the data files.
     """
     # Files in ``data`` that compute nodes cannot see cause warnings.
     site_search.check(job, site)
-    lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
+    lines = [f"site {site.name}; {size_text}", *_time_note(job, site), *_core_note(job, site), *notes]
     own_python = not job.python_of_ranks and job.environment is None
     if own_python and (second := mpirun.second_mpi(site.environment.modules)):
         lines.append(f"warning: {second}; {mpirun.SECOND_MPI_CURE}")
@@ -179,7 +181,7 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return (dict of the job fields that all job types have, notes for the user). Raises UsageError.
+    """Return (job fields that all job types have, notes for the user). Raises UsageError.
 
     ``options``: options of `hpcdist submit` by name. ``site``: site profile.
     """
@@ -204,7 +206,7 @@ def check_visible(planned: PlannedJob) -> None:
 
 
 def check_packages(planned: PlannedJob) -> None:
-    """Raise MissingCapabilityError for missing Python modules; only warn if the site may provide them."""
+    """Raise MissingCapabilityError for missing Python modules, or print a warning if the site may provide them."""
     if not planned.missing:
         return
     environment = planned.site.environment
@@ -338,7 +340,7 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
-    """Return a message for each path of ``job`` or of the files ``data`` that compute nodes of ``site`` cannot see."""
+    """Return a message for each path that compute nodes of ``site`` cannot see. ``data``: paths of data files."""
     if site.scheduler.kind == "none":
         return []
     paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}

@@ -23,11 +23,10 @@ def prepare_imported_run(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Create the run directory ``run_dir`` for the imported ``tensors``, with a recipe. Local.
 
-    ``path``, ``overrides``: recipe file and changes. ``inputs``: model sizes set by the data, or empty. Return (these
-    sizes, {imported tensor name: name in hpcdist}). Raises ConfigurationError or DataError.
+    ``path``, ``overrides``: recipe file and changes. ``inputs``: model sizes that depend on the data, or {} to read the
+    data. Return (these sizes, {imported tensor name: name in hpcdist}). Raises DataError, and ConfigurationError if
+    the model has other tensors or the directory has a recipe.
     """
-    # ``inputs``: these sizes, if stored in the file; otherwise the training data is read (DataError).
-    # ConfigurationError: the model has other tensors, or the directory has a recipe.
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
     keys = match_tensors(recipe, tensors, decided)
@@ -50,8 +49,8 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
     """Return {tensor name in an imported file: tensor name in the model of ``recipe``}. Local.
 
-    ``tensors``: names and shapes in the file. ``inputs``: model sizes set by the data. Raises ConfigurationError if a
-    tensor is missing, unknown or has another shape.
+    ``tensors``: names and shapes in the file. ``inputs``: model sizes that depend on the data. Raises
+    ConfigurationError if a tensor is missing, unknown or has another shape.
     """
     # Names of a user model's state dict are also recognised.
     model = models.build(recipe.model, recipe.precision.computes, **inputs)

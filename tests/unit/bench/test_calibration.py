@@ -68,7 +68,7 @@ def test_model_step_time_is_split_by_operation_kind():
     assert point.update.all > 0
     assert point.norm.all > 0
     assert point.step.all > point.update.all
-    step = calibrate.step(point)
+    step = calibrate.planner_step(point)
     assert step.products_s == (kinds["matmul"].forward.all, kinds["matmul"].backward.all)
     assert step.attention_s == (kinds["attention"].forward.all, kinds["attention"].backward.all)
     rest = sum(one.forward.all for name, one in kinds.items() if name not in ("matmul", "attention"))
@@ -176,7 +176,7 @@ def test_calibration_models_differ_from_validation_models():
 @pytest.mark.full
 def test_points_are_fitted_to_a_cluster_and_written(tmp_path):
     result = run_threads(2, run)[0]
-    made = cluster_fit.assemble("here", toml_file.read("workstation"), calibrate.findings(result))
+    made = cluster_fit.assemble("here", toml_file.read("workstation"), calibrate.planner_measurements(result))
     assert made.cluster.device.name == "a core"
     assert {fit.operation for fit in made.cluster.fits} == {*OPERATIONS, "message"}
     assert "a library" in made.cluster.sources["fit"]
@@ -267,7 +267,7 @@ def test_busy_machine_is_warned_about_and_flagged_in_the_file(monkeypatch, tmp_p
     assert len(warnings) == 2
     assert all("a load of 9.0" in line for line in warnings)
     path, points = tmp_path / "here.toml", tmp_path / "here.h5"
-    calibrate.written(result, path, points, "workstation", "here", {})
+    calibrate.write_files(result, path, points, "workstation", "here", {})
     assert any("the machine was busy (a load of 9.0" in one for one in cluster_assumptions(path))
     assert "the machine was busy" in capsys.readouterr().out
     with h5py.File(points) as file:
@@ -292,25 +292,25 @@ def test_points_are_kept_if_the_cluster_is_invalid(monkeypatch, tmp_path):
 
     monkeypatch.setattr(cluster_fit, "assemble", assemble_invalid)
     with pytest.raises(ConfigurationError, match=r"devices.* measurements are in .*here\.toml\.points\.h5"):
-        calibrate.written(result, path, None, "workstation", "here", {})
+        calibrate.write_files(result, path, None, "workstation", "here", {})
     assert not path.exists()
     with h5py.File(tmp_path / "here.toml.points.h5") as file:
         assert len(file["products/float32/m"]) == len(FEW)
     with pytest.raises(ConfigurationError, match=r"measurements are in .*mine\.h5"):
-        calibrate.written(result, path, points, "workstation", "here", {})
+        calibrate.write_files(result, path, points, "workstation", "here", {})
     assert points.exists()
 
 
 def test_points_are_kept_if_the_cluster_cannot_be_written(tmp_path):
     result = run(solo())
     with pytest.raises(StorageError, match="cannot be written"):
-        calibrate.written(result, tmp_path / "no" / "here.toml", tmp_path / "mine.h5", "workstation", "here", {})
+        calibrate.write_files(result, tmp_path / "no" / "here.toml", tmp_path / "mine.h5", "workstation", "here", {})
     assert (tmp_path / "mine.h5").exists()
 
 
 def test_written_cluster_is_the_measured_one(tmp_path, capsys):
     path = tmp_path / "here.toml"
-    calibrate.written(run(solo()), path, None, "workstation", "here", {})
+    calibrate.write_files(run(solo()), path, None, "workstation", "here", {})
     result = toml_file.read(str(path))
     assert (result.name, result.device.name) == ("here", "a core")
     assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]

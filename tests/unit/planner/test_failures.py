@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpcdist.errors import UsageError
-from hpcdist.planner import energy, plan
+from hpcdist.planner import plan
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import ClusterSite, FailureRates
 from hpcdist.planner.estimate import StepEnergy
@@ -100,7 +100,7 @@ def test_joules_include_work_and_waiting():
     layout = ParallelLayout(data=64)
     run = plan.run(10_000, 10.0, STEP, 8e12, layout, H100)
     waiting = run.work_s / run.interval_s * run.save_s + run.failures * plan.restart_s(8e12, layout, H100)
-    expected = (run.wall_s - waiting) * 6e5 + waiting * energy.waiting_w(layout, H100)
+    expected = (run.wall_s - waiting) * 6e5 + waiting * plan.waiting_w(layout, H100)
     assert run.joules == pytest.approx(expected)
     assert run.carbon_g == pytest.approx(expected / 3.6e6 * 481)
     assert run.price == pytest.approx(64 * run.wall_s / 3600 * 3.0) and run.currency == "USD"

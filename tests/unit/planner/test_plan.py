@@ -9,13 +9,12 @@ from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner import plan as planner_plan
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.energy import energy
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model import transformer
 from hpcdist.planner.model.stage_split import step_flops
 from hpcdist.planner.model.transformer import describe
-from hpcdist.planner.plan import checkpoint_bytes, peak_of, plan
+from hpcdist.planner.plan import checkpoint_bytes, energy, peak_of, plan
 from hpcdist.planner.time.step import timing
 
 SELENE = toml_file.read("a100-selene")

@@ -25,7 +25,7 @@ from hpcdist.planner.model.stage_split import stages
 from hpcdist.training.build.pipeline import plan_without_mpi
 from hpcdist.training.observe.figures import utilisation_figures
 from hpcdist.training.run.saving import CheckpointSaver
-from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
+from hpcdist.training.use_cases.plan import subject_of_recipe
 
 STEPS = 20
 KEYS = recipe_keys(
@@ -153,7 +153,7 @@ def test_stage_split_uses_the_pairs_within_documents(tmp_path):
     cut = {}
     for name, packed in (("whole", ""), ("packed", "document_end=10 data.packed=true")):
         local_data = keys | recipe_keys(packed)
-        recipe, subject = recipe_of(local_data), plan_of_recipe(recipe_of(local_data), name)
+        recipe, subject = recipe_of(local_data), subject_of_recipe(recipe_of(local_data), name)
         cut[name] = plan_without_mpi(recipe).stage_units
         assert (
             run_threads(2, lambda comm, local_data=local_data: trainer_of(comm, local_data).plan.stage_units)

@@ -9,7 +9,7 @@ from hpcdist import models
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.memory.activations import of_units, recomputed_one_by_one, scratch_of
+from hpcdist.planner.memory.activations import recomputed_one_by_one, scratch_of, unit_activations
 from hpcdist.planner.memory.device import in_flight
 from hpcdist.planner.model.transformer import describe, named, of_config
 from hpcdist.strategies.pipeline.costs import TensorSplit, unit_costs
@@ -37,7 +37,7 @@ def table_2(shape, tensor, row):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activation_bytes_match_table_2(shape, recompute, by_tokens, tensor):
     layout = ParallelLayout(tensor=tensor, recompute=recompute, sequence_parallel=by_tokens, **MEGATRON)
-    embedding, block, head = of_units(describe(shape, "gpt"), layout)
+    embedding, block, head = unit_activations(describe(shape, "gpt"), layout)
     assert block.kept == pytest.approx(table_2(shape, tensor, (recompute, by_tokens)), rel=1e-12)
     # What is computed again is there with what was kept, for one block.
     assert block.kept + block.again == pytest.approx(table_2(shape, tensor, ("none", by_tokens)), rel=1e-12)
@@ -58,16 +58,16 @@ def test_activation_bytes_of_other_blocks():
     layout = ParallelLayout(implementation="megatron", recompute="selective")
     # 16 bits, no masks: two norms, two inputs; query, key and value, the projection's input; 3 f of a gated one.
     kept = 2 * (2 * h + 2 * h + (h + 2 * kv) + h + 3 * f)
-    assert of_units(describe(shape, "x"), layout)[1].kept == s * kept
+    assert unit_activations(describe(shape, "x"), layout)[1].kept == s * kept
     # Softmax of scores, which without dropout is kept once.
     whole = replace(layout, recompute="none")
-    assert of_units(describe(shape, "x"), whole)[1].kept == s * (kept + 2 * a * s)
+    assert unit_activations(describe(shape, "x"), whole)[1].kept == s * (kept + 2 * a * s)
     # Twice as much in float32; a context axis shares tokens.
-    assert of_units(describe(shape, "x"), replace(layout, precision="float32"))[1].kept == 2 * s * kept
-    assert of_units(describe(shape, "x"), replace(layout, context=4))[1].kept == s * kept / 4
+    assert unit_activations(describe(shape, "x"), replace(layout, precision="float32"))[1].kept == 2 * s * kept
+    assert unit_activations(describe(shape, "x"), replace(layout, context=4))[1].kept == s * kept / 4
     # Two experts per token keep two feed-forwards, two copies of their input, and the input of the router.
     mixed = replace(shape, experts=8, experts_per_token=2)
-    assert of_units(describe(mixed, "x"), layout)[1].kept == s * (kept + 2 * (2 * h + 3 * f))
+    assert unit_activations(describe(mixed, "x"), layout)[1].kept == s * (kept + 2 * (2 * h + 3 * f))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_unit_bytes_match_the_costs_of_the_partition(keys, inputs, split):
     layout = ParallelLayout(tensor=split.ranks, sequence_parallel=split.by_tokens, precision="float32", microbatch=3)
     units = [
         bytes_of
-        for unit, bytes_of in zip(result.units, of_units(result, layout), strict=True)
+        for unit, bytes_of in zip(result.units, unit_activations(result, layout), strict=True)
         for _ in range(unit.count)
     ]
     places = [place for place, unit in enumerate(result.units) for _ in range(unit.count)]
@@ -160,7 +160,7 @@ def test_context_axis_divides_activations(tensor):
     result, ranks = describe(shape, "long"), 64  # more than heads: they take a ring
     whole = ParallelLayout(tensor=tensor, microbatch=2, precision="float32")
     cut = replace(whole, context=ranks)
-    for one, other in zip(of_units(result, whole), of_units(result, cut), strict=True):
+    for one, other in zip(unit_activations(result, whole), unit_activations(result, cut), strict=True):
         assert other == pytest.approx([number / ranks for number in one])  # a ring keeps nothing more
     full = replace(whole, recompute="full")
     again = recomputed_one_by_one(result, full)

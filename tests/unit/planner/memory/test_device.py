@@ -15,7 +15,7 @@ from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import Device
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import by_rank, memory
-from hpcdist.planner.memory.model_states import exchanged, states
+from hpcdist.planner.memory.model_states import buffer_bytes, states
 from hpcdist.planner.model.stage_split import chunks
 from hpcdist.planner.model.transformer import describe, named, of_config
 from hpcdist.planner.time.gradient_payloads import gradient_item_bytes
@@ -208,13 +208,13 @@ def test_memory_of_the_first_stage_matches_the_paper(name, ranks, each):
 def test_plan_that_does_not_fit_names_the_largest_term():
     report = describe(named("llama-3-8b"), "llama-3-8b")
     alone = memory(report, ParallelLayout(implementation="megatron", recompute="full"), CLUSTER, 1)
-    assert not alone.fits and alone.breaks_first == "optimizer" and alone.limit_bytes == 80e9
+    assert not alone.fits and alone.largest_term == "optimizer" and alone.limit_bytes == 80e9
     cut = memory(
         report, ParallelLayout(implementation="megatron", recompute="full", data=64, strategy="zero1"), CLUSTER, 64
     )
     assert cut.fits and "6 + 12/d" in cut.rule
     all_kept = memory(report, ParallelLayout(implementation="megatron", data=64, strategy="zero3"), CLUSTER, 64)
-    assert not all_kept.fits and all_kept.breaks_first == "activations"
+    assert not all_kept.fits and all_kept.largest_term == "activations"
 
 
 def test_expert_axis_divides_expert_parameters():
@@ -288,14 +288,14 @@ def test_impossible_pipelines_are_rejected(fields, message):
 
 def test_16_bit_buckets_need_float32_sums():
     half = ParallelLayout(data=4, precision="bfloat16", algorithm="ring")
-    assert exchanged(replace(half, precision="float32"), 1e9, 1e6) == 2**20  # a quarter of 4 MiB arrives
+    assert buffer_bytes(replace(half, precision="float32"), 1e9, 1e6) == 2**20  # a quarter of 4 MiB arrives
     # 4 MiB of 16-bit numbers are 8 MiB in float32, and a quarter of those arrives.
-    assert exchanged(half, 1e9, 1e6) == 2**23 + 2**21
-    assert exchanged(half, 100.0, 100.0) == 400 + 100
+    assert buffer_bytes(half, 1e9, 1e6) == 2**23 + 2**21
+    assert buffer_bytes(half, 100.0, 100.0) == 400 + 100
     assert gradient_item_bytes(half) == 4 and states(half).gradient == 2
     # Main gradients are Megatron's: they change neither what is sent nor what is kept.
     narrow = replace(half, main_gradients="working")
-    assert exchanged(narrow, 1e9, 1e6) == 2**23 + 2**21
+    assert buffer_bytes(narrow, 1e9, 1e6) == 2**23 + 2**21
     assert gradient_item_bytes(narrow) == 4 and states(narrow).gradient == 2
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 import pytest
 
 import hpcdist.planner
+from hpcdist.planner import checks
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import (
     ALGORITHMS,
@@ -18,7 +19,6 @@ from hpcdist.planner.layout import (
     STRATEGIES,
     ParallelLayout,
 )
-from hpcdist.planner.limits import checks
 from hpcdist.planner.memory.device import by_rank, memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe

@@ -9,7 +9,7 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.report.compare import changes, differences, slowdown_line
+from hpcdist.planner.report.quantities import changes, differences, slowdown_line
 
 CLUSTER = toml_file.read("a100-selene")
 MODEL = describe(

@@ -124,7 +124,7 @@ def test_memory_advice_lists_only_unused_options(term, changes, output):
     tokens = asked.pop("tokens", ESTIMATE.tokens)
     memory = replace(MEMORY, terms={**MEMORY.terms, term: 60 * GB})
     estimate = replace(ESTIMATE, tokens=tokens, memory=memory, layout=replace(ESTIMATE.layout, **asked))
-    assert text.breaks_lines(estimate)[0].endswith(f" of the limit; less with {output}")
+    assert text.advice_lines(estimate)[0].endswith(f" of the limit; less with {output}")
 
 
 def test_unused_devices_of_a_node_are_paid_for():

@@ -11,18 +11,18 @@ import pytest
 from harness.made_plans import problems
 from harness.marks import cases
 from hpcdist.errors import UsageError
+from hpcdist.planner import checks
+from hpcdist.planner.checks import unsupported
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
-from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.device import by_rank, memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.search import bounds, space
+from hpcdist.planner.search import space
 from hpcdist.planner.search.best_layouts import search
 from hpcdist.planner.search.space import SearchSpec
-from hpcdist.planner.time.pipeline import border
+from hpcdist.planner.time.pipeline import border_message
 from hpcdist.planner.time.step import microbatch_flow
 from hpcdist.strategies.schedule.registry import SCHEDULES
 
@@ -111,7 +111,7 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
     """The ten best values of all layouts are found, each distinct option once."""
     best = {}
     for estimate in possible_estimates(implementation, memory_bytes):
-        actual = bounds.value(estimate, objective)
+        actual = space.value(estimate, objective)
         best[relevant_fields(estimate)] = min(actual, best.get(relevant_fields(estimate), actual))
     base = replace(BASE, implementation=implementation)
     result = run_search(cluster(memory_bytes), objective=objective, steps=STEPS, base=base, chunks=(2, 4))
@@ -134,12 +134,12 @@ def test_mfu_limit_loses_no_layout(implementation, objective):
     for estimate in possible_estimates(implementation, 40e9):
         limited = plan(MODEL, estimate.layout, on, BATCH, STEPS)
         assert limited.is_capped == (estimate.mfu > on.most_mfu)
-        actual = bounds.value_and_tie_break(limited, objective)
-        assert actual[0] >= bounds.value(estimate, objective)
+        actual = space.value_and_tie_break(limited, objective)
+        assert actual[0] >= space.value(estimate, objective)
         best[relevant_fields(estimate)] = min(actual, best.get(relevant_fields(estimate), actual))
     base = replace(BASE, implementation=implementation)
     result = run_search(on, objective=objective, steps=STEPS, base=base, chunks=(2, 4))
-    lines = [bounds.value_and_tie_break(one.estimate, objective) for one in result.found]
+    lines = [space.value_and_tie_break(one.estimate, objective) for one in result.found]
     assert lines == [pytest.approx(pair, rel=1e-12) for pair in sorted(best.values())[:10]]
     assert result.found[0].estimate.is_capped or objective != "time"
     assert result.estimated < len(best), "it looked at everything"
@@ -151,7 +151,7 @@ def test_mfu_limit_loses_no_layout(implementation, objective):
 def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, objective):
     on, orders = cluster(40e9), {}
     for estimate in possible_estimates(implementation, 40e9):
-        layout, value = estimate.layout, bounds.value(estimate, objective)
+        layout, value = estimate.layout, space.value(estimate, objective)
         order = replace(layout, strategy="allreduce")
         if order not in orders:
             orders[order] = floors(MODEL, order, on, BATCH, objective)
@@ -161,12 +161,12 @@ def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, o
 
 def floors(model, order, on, batch, objective):
     """Return the bounds of an order: by its family, by its schedule, and by its micro-batches."""
-    of_all = bounds.family_totals(model, order, on, batch)
-    hop_s = border(model, order, on).seconds
+    totals = space.family_totals(model, order, on, batch)
+    hop_s = border_message(model, order, on).seconds
     return (
-        bounds.family_bound(of_all, order, on, objective),
-        bounds.schedule_bound(of_all, order, hop_s, on, objective),
-        bounds.order_bound(microbatch_flow(model, order, on, batch), model, order, on, batch, objective),
+        space.family_bound(totals, order, on, objective),
+        space.schedule_bound(totals, order, hop_s, on, objective),
+        space.order_bound(microbatch_flow(model, order, on, batch), model, order, on, batch, objective),
     )
 
 
@@ -220,7 +220,7 @@ def test_no_random_layout_is_below_its_bounds(implementation, rng):
     for model, layout, on, batch in random_layouts(implementation, draw, 150):
         estimate = plan(model, layout, on, batch, STEPS)
         for objective in space.OBJECTIVES:
-            value = bounds.value(estimate, objective)
+            value = space.value(estimate, objective)
             for name, floor in zip(near, floors(model, layout, on, batch, objective), strict=True):
                 assert floor <= value * (1 + 1e-12), (name, objective, layout, model.shape, on.name, batch)
                 near[name].append(floor / value)
@@ -249,8 +249,8 @@ def test_order_bounds_lose_no_pipeline_with_large_bubbles(objective, monkeypatch
     model, on, expected = deep_search()
     expected = replace(expected, objective=objective)
     bounded = search(model, on, 2048, 16, expected)
-    monkeypatch.setattr(bounds, "schedule_bound", lambda *_: 0.0)
-    monkeypatch.setattr(bounds, "order_bound", lambda *_: 0.0)
+    monkeypatch.setattr(space, "schedule_bound", lambda *_: 0.0)
+    monkeypatch.setattr(space, "order_bound", lambda *_: 0.0)
     unbounded = search(model, on, 2048, 16, expected)
     assert [one.value for one in bounded.found] == pytest.approx([one.value for one in unbounded.found], rel=1e-12)
     assert 2 * bounded.estimated < unbounded.estimated
@@ -275,9 +275,9 @@ def test_every_option_is_above_the_bound_of_its_order(implementation, objective,
     results = [
         plan(model, space.with_strategy(order, way), on, batch, STEPS) for way in space.strategies(order, expected)
     ]
-    values = [bounds.value(one, objective) for one in results]
+    values = [space.value(one, objective) for one in results]
     reference = microbatch_flow(model, order, on, batch)
-    bound = bounds.order_bound(reference, model, order, on, batch, objective)
+    bound = space.order_bound(reference, model, order, on, batch, objective)
     assert bound <= min(values) * (1 + 1e-12)
     assert bound > 0.3 * min(values), "a bound that says nothing"
     way = space.strategies(order, expected)[-1]
@@ -409,7 +409,7 @@ def test_garbage_collection_is_enabled_after_a_search(monkeypatch):
 
     run_search(cluster(40e9), first=1)
     assert gc.isenabled()
-    monkeypatch.setattr(bounds, "family_bound", broken)
+    monkeypatch.setattr(space, "family_bound", broken)
     with pytest.raises(RuntimeError, match="broken"):
         run_search(cluster(40e9), first=1)
     assert was_on == [False]

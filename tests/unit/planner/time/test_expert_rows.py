@@ -14,11 +14,10 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.planner.cluster.hardware import ClusterNode, Device, EfficiencyCurve, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
-from hpcdist.planner.time.expert_rows import RowRoute, row_route, row_turn
+from hpcdist.planner.time.expert_rows import RowRoute, node_traffic, published_bytes, row_route, row_turn
 from hpcdist.planner.time.step import timing
-from hpcdist.strategies.expert.axis import node_traffic, published_bytes
 from hpcdist.training.build import assemble
-from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
+from hpcdist.training.use_cases.plan import subject_of_recipe
 
 CURVE, MOVES = EfficiencyCurve(sizes=(16.0, 4096.0), shares=(0.1, 0.7)), 1e11
 NEAR = LinkLevel(name="inside", devices=8, latency_s=1e-6, bytes_per_s=4e10)
@@ -99,7 +98,7 @@ def test_expert_rows_of_a_run_match_its_plan(name, documents, monkeypatch):
 
     per_node = 2 if on is PAIRS_OF_NODES else None
     rows, sent, held = np.array(run_threads(ranks, body, ranks_per_node=per_node), np.float64).T
-    subject = plan_of_recipe(recipe_of(keys), "mixture")
+    subject = subject_of_recipe(recipe_of(keys), "mixture")
     layout = replace(subject.layout, algorithm=algorithm)
     planned = timing(subject.description, layout, on, subject.global_batch)
     assert rows.mean() == pytest.approx(planned.bytes["expert"], rel=1e-12)
@@ -128,7 +127,7 @@ def test_planned_row_route_matches_a_run(fields, on, route):
 
 def test_rows_read_in_place_take_the_time_of_their_copies():
     """n bytes take five copies and as many turns. Sent rows take the leaving bytes and four copies."""
-    subject = plan_of_recipe(recipe_of(RUN | recipe_keys("parallel.data=2 expert=2")), "mixture")
+    subject = subject_of_recipe(recipe_of(RUN | recipe_keys("parallel.data=2 expert=2")), "mixture")
     layout, n = replace(subject.layout, algorithm="auto"), 4 * 64 * 2 * 64 * 4
     result = timing(subject.description, layout, CLUSTER, 8)
     assert result.bytes["expert"] == 0 and result.algorithms["expert"] == "node memory"

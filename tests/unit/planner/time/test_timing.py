@@ -22,9 +22,9 @@ from hpcdist.planner.report.plot import TIMELINE, timeline
 from hpcdist.planner.time import compute
 from hpcdist.planner.time.compute import cached, unit_seconds
 from hpcdist.planner.time.network import collective, message, span
-from hpcdist.planner.time.pipeline import border, ranks_of
+from hpcdist.planner.time.pipeline import border_message, ranks_of
 from hpcdist.planner.time.stage_load import chunk_loads, loads
-from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, update_s
+from hpcdist.planner.time.step import tied_sum, timing, update_bytes_per_parameter, update_s, updated_parameters
 from hpcdist.strategies.context.costs import ring_exposed_s
 from hpcdist.strategies.context.operations import pairs, pieces
 from hpcdist.strategies.schedule.registry import SCHEDULES
@@ -218,14 +218,14 @@ def test_stage_messages_have_the_size_of_activations():
     assert timing(MODEL, replace(two, schedule="zb-v"), CLUSTER, 8).bytes["pipeline"] == 2 * 4 * BSH
     assert timing(MODEL, layout, CLUSTER, 8).bytes["pipeline"] == 2 * 4 * BSH
     assert timing(MODEL, replace(layout, schedule="interleaved", chunks=2), CLUSTER, 8).bytes["pipeline"] == 4 * 4 * BSH
-    assert border(MODEL, LAYOUT, CLUSTER).seconds == 0.0
+    assert border_message(MODEL, LAYOUT, CLUSTER).seconds == 0.0
 
 
 def test_megatron_stage_messages_are_split_over_tensor_ranks():
     layout = replace(LAYOUT, pipeline=2, tensor=4)
-    ours, theirs = (border(MODEL, replace(layout, implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
+    ours, theirs = (border_message(MODEL, layout.but(implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
     assert (ours.nbytes, theirs.nbytes) == (BSH, BSH / 4)
-    parts = border(MODEL, replace(layout, sequence_parallel=True, implementation="megatron"), CLUSTER)
+    parts = border_message(MODEL, replace(layout, sequence_parallel=True, implementation="megatron"), CLUSTER)
     channels = span(replace(layout, implementation="megatron"), "tensor", CLUSTER)
     gathered_s = collective("all_gather", BSH, channels, CLUSTER).seconds
     assert theirs.seconds == pytest.approx(parts.seconds + gathered_s)
@@ -377,14 +377,14 @@ def test_impossible_schedules_are_rejected():
     ),
 )
 def test_update_moves_states_and_gradients(layout, nbytes):
-    assert bytes_each(layout) == nbytes
+    assert update_bytes_per_parameter(layout) == nbytes
 
 
 def test_zero_and_servers_update_a_share():
-    assert owned(1200, replace(LAYOUT, data=4), 4) == 1200
-    assert owned(1200, replace(LAYOUT, data=4, strategy="zero1"), 4) == 300
-    assert owned(1200, replace(LAYOUT, data=4, strategy="parameter_server"), 4) == 300
-    assert owned(1200, replace(LAYOUT, data=4, strategy="parameter_server", servers=2), 4) == 600
+    assert updated_parameters(1200, replace(LAYOUT, data=4), 4) == 1200
+    assert updated_parameters(1200, replace(LAYOUT, data=4, strategy="zero1"), 4) == 300
+    assert updated_parameters(1200, replace(LAYOUT, data=4, strategy="parameter_server"), 4) == 300
+    assert updated_parameters(1200, replace(LAYOUT, data=4, strategy="parameter_server", servers=2), 4) == 600
 
 
 @pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (4, 1), (2, 2)])
@@ -392,7 +392,7 @@ def test_dedicated_servers_share_the_update_of_the_whole_model(pipeline, tensor)
     """This holds for any pipeline split: the largest stage has more than its share."""
     layout = replace(LAYOUT, strategy="parameter_server", servers=4, pipeline=pipeline, tensor=tensor)
     norm_s = collective("allreduce", 4, span(layout, "all", CLUSTER), CLUSTER).seconds
-    moves_s = MODEL.parameters / 4 * bytes_each(layout) / (1e11 * 0.8)
+    moves_s = MODEL.parameters / 4 * update_bytes_per_parameter(layout) / (1e11 * 0.8)
     assert timing(MODEL, layout, CLUSTER, 8).terms["update"] == pytest.approx(moves_s + norm_s)
 
 

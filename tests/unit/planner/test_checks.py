@@ -9,10 +9,10 @@ from harness.made_plans import problems
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.planner import checks
+from hpcdist.planner.checks import unsupported
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks
-from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe, inner, of_config
@@ -170,7 +170,7 @@ def test_memory_problem_comes_last_with_the_missing_bytes():
     needed = memory(MODEL, layout, CLUSTER, BATCH)
     (text,) = find_problems(layout)
     assert f"{(needed.bytes - CLUSTER.device.memory_bytes) / 1e9:.2f} GB too much" in text
-    assert needed.breaks_first in text
+    assert needed.largest_term in text
     assert len(find_problems(replace(layout, tensor=5))) == 1, "what cannot be needs no memory"
     problem = checks.memory_problem(needed, 1e9)
     assert problem is not None

@@ -6,19 +6,23 @@ impossible layout has no memory.
 
 import math
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
-from hpcdist.constants import PRECISIONS
 from hpcdist.models import config as models_config
-from hpcdist.planner import layout as known
+from hpcdist.optim.config import OptimizerConfig
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate
-from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.layout import OPTION_KEYS, ParallelLayout
 from hpcdist.planner.memory.activations import HALF_BYTES, context_share, itemsize
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import inner
-from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.rules import Rule, section_values
+from hpcdist.strategies import rules
+from hpcdist.strategies.compressed.config import MOMENTUM_OPTIMIZERS
 from hpcdist.strategies.config import PIECE_TOKENS, exchanges_heads
+from hpcdist.strategies.config import RULES as PARALLEL_RULES
 from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
@@ -32,7 +36,7 @@ class LayoutProblem(NamedTuple):
 def grid_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield problems of the layout's parallel degrees. Micro-batches and schedule are not checked. Local."""
+    """Yield the problems of the parallel degrees of ``layout``, but not of its micro-batches and schedule. Local."""
     yield from _devices(layout, cluster)
     yield from _tensor(description, layout)
     yield from _context(description, layout)
@@ -96,7 +100,7 @@ def _tensor(description: ModelDescription, layout: ParallelLayout) -> Iterator[L
         if size and size % ranks:
             yield LayoutProblem(limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {_divisors(size)}")
     columns = inner(shape)
-    published = layout.implementation == "megatron"
+    published = layout.kernels.splits_evenly
     if shape.heads % ranks == 0 and (columns % ranks if published else columns < ranks):
         yield LayoutProblem("feed-forward", f"tensor = {ranks} {_left(columns, ranks, 'columns of the feed-forward')}")
     if not published and shape.vocabulary < ranks:  # Megatron-LM pads the vocabulary
@@ -116,7 +120,7 @@ def _context(description: ModelDescription, layout: ParallelLayout) -> Iterator[
         yield LayoutProblem(
             "tokens", f"context = {ranks}: {description.name} is not a transformer and has no tokens to shard"
         )
-    elif layout.implementation == "hpcdist":
+    elif layout.kernels.rotates_keys:
         if description.tokens <= PIECE_TOKENS * (ranks - 1):
             yield LayoutProblem(
                 "tokens",
@@ -149,7 +153,7 @@ def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, s
     if parts == 1:
         return
     split = f"pipeline {layout.pipeline}{suffix}"
-    if layout.implementation == "megatron" and description.shape is not None:
+    if layout.kernels.splits_evenly and description.shape is not None:
         layers = description.shape.layers
         if layers < parts:
             yield LayoutProblem("layers", f"{split}: {layers} layers are {parts - layers} too few")
@@ -195,7 +199,7 @@ def _replicas(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProbl
             f"a global batch of {global_batch} samples is {data - global_batch} too few for data = {data}: each "
             "replica needs a sample",
         )
-    elif layout.implementation == "megatron" and global_batch % data:
+    elif layout.kernels.splits_evenly and global_batch % data:
         yield _undivided(f"data = {data}", data, global_batch)
 
 
@@ -209,10 +213,10 @@ def _batch(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]
             f"microbatch = {microbatch} is {microbatch - share} more than the {share} samples that a replica has of "
             f"the global batch of {global_batch}",
         )
-    elif layout.implementation == "megatron" and global_batch % data == 0 and global_batch % (data * microbatch):
+    elif layout.kernels.splits_evenly and global_batch % data == 0 and global_batch % (data * microbatch):
         whole = data * microbatch
         yield _undivided(f"data {data} x microbatch {microbatch} = {whole} samples", whole, global_batch)
-    elif pipeline > 1 and layout.implementation != "megatron" and global_batch % many:
+    elif pipeline > 1 and not layout.kernels.splits_evenly and global_batch % many:
         yield LayoutProblem(
             "micro-batches",
             f"{many} micro-batches of the pipeline do not divide the global batch of {global_batch}: "
@@ -226,7 +230,7 @@ def _batch(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]
             f"micro-batches: {many}, which is {pipeline - many} too few for the schedule 'interleaved' with pipeline = "
             f"{pipeline}",
         )
-    elif layout.implementation == "megatron" and many % pipeline:
+    elif layout.kernels.splits_evenly and many % pipeline:
         yield LayoutProblem(
             "micro-batches",
             f"{many} micro-batches are not a multiple of pipeline = {pipeline}, as the schedule 'interleaved' needs: "
@@ -254,27 +258,12 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "microbatch", "chunks")
-COUNTS: Final = ("servers", "optimizer_slots")
-SHARES: Final = ("overlap", "tensor_overlap")
 GB: Final = 1e9
 # Sizes above these limits are typing errors; they would take hours to plan.
 MOST: Final = {**models_config.MOST, "context": models_config.MOST_CONTEXT}
 MOST_SAMPLES: Final = 1 << 40
 WORTH_16_BITS: Final = 2.0  # bfloat16 / float32 peak above which a float32 plan suggests bfloat16
 MOST_DEVICES: Final = 10_000_000
-_CHOICES: Final = {
-    "strategy": known.STRATEGIES,
-    "recompute": known.RECOMPUTE,
-    "precision": PRECISIONS,
-    "implementation": known.IMPLEMENTATIONS,
-    "compression": known.COMPRESSIONS,
-    "algorithm": known.ALGORITHMS,
-    "schedule": tuple(SCHEDULES),
-    "main_gradients": ("float32", "working"),
-    "activations": ("float32", "working"),
-    "library": known.LIBRARIES,
-}
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
@@ -304,8 +293,9 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield all problems of ``layout`` except lack of memory, or only its invalid values if there are any. Local."""
-    wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
+    """Yield all problems of ``layout`` except lack of memory. If values are invalid, yield only these. Local."""
+    invalid = tuple(LayoutProblem("value", text) for text in layout.invalid_fields())
+    wrong = (*size_problems(description, layout.devices, global_batch), *invalid)
     if wrong:
         yield from wrong
         return
@@ -313,12 +303,14 @@ def shape_problems(
     yield from order_problems(description, layout, global_batch)
 
 
-def too_large(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield a problem if the model, the batch or the number of devices exceeds the planner's maximum. Local."""
+def size_problems(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
+    """Yield a problem if the model, the batch or the number of devices is outside the planner's limits. Local."""
     for name, most in MOST.items() if description.shape else ():
         size = getattr(description.shape, name)
         if size > most:
             yield LayoutProblem("value", f"{name} = {size}, {size - most} more than the {most} that a plan is made for")
+    if global_batch < 1:
+        yield LayoutProblem("value", f"a global batch of {global_batch} samples; it must be at least 1")
     if global_batch > MOST_SAMPLES:
         yield LayoutProblem(
             "value", f"a global batch of {global_batch} samples; a plan is made for at most {MOST_SAMPLES} of them"
@@ -327,42 +319,78 @@ def too_large(description: ModelDescription, devices: int, global_batch: int) ->
         yield LayoutProblem("value", f"{devices} devices; a plan is made for at most {MOST_DEVICES} of them")
 
 
-def value_problems(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield a problem for each field of ``layout`` that is invalid for any model and cluster. Local."""
-    for name in DEGREES:
-        value = getattr(layout, name)
-        if value < 1:
-            yield LayoutProblem("value", f"{name} = {value}; it must be at least 1")
-    for name in COUNTS:
-        value = getattr(layout, name)
-        if value < 0:
-            yield LayoutProblem("value", f"{name} = {value}; it must be at least 0")
-    if global_batch < 1:
-        yield LayoutProblem("value", f"a global batch of {global_batch} samples; it must be at least 1")
-    for name in SHARES:
-        value = getattr(layout, name)
-        if not 0.0 <= value <= 1.0:
-            yield LayoutProblem("value", f"{name} = {value}; it is a share and must be from 0 to 1")
-    for name, choices in _CHOICES.items():
-        value = getattr(layout, name)
-        if value not in choices:
-            near = nearest(str(value), choices)
-            hint = f"did you mean {near!r}? " if near else ""
-            yield LayoutProblem(
-                "value",
-                f"{name} = {value!r}; {hint}choose one of {', '.join(choice or repr(choice) for choice in choices)}",
-            )
-
-
 def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutProblem | None:
     """Return a problem if ``memory`` exceeds the device memory or ``limit_bytes`` (0: no limit), else None. Local."""
     limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
     if memory.bytes <= limit:
         return None
-    largest = memory.breaks_first
+    largest = memory.largest_term
     return LayoutProblem(
         "memory",
         f"{memory.bytes / GB:.2f} GB on a device of {limit / GB:.2f} GB (10^9 bytes): "
         f"{(memory.bytes - limit) / GB:.2f} GB too much on stage {memory.stage}; the largest term is {largest} with "
         f"{memory.terms[largest] / GB:.2f} GB",
     )
+
+
+# Possible layouts that this version of hpcdist cannot run, by the rules of recipes.
+_KEYS: Final = {  # field of a layout -> recipe key with the same meaning
+    **{name: OPTION_KEYS[name] for name in ("pipeline", "tensor", "strategy", "chunks", "schedule")},
+    **{name: OPTION_KEYS[name] for name in ("sequence_parallel", "compression", "precision")},
+    "context": "parallel.context",
+    "expert": "parallel.expert",
+    "recompute": "parallel.recompute",
+}
+_relevant: Final = attrgetter(*_KEYS)
+_FOLLOWING: Final = (
+    "communication.overlap",
+    "parameter_server.placement",
+    "optimizer.name",
+    "compression.warmup_steps",
+)
+_DEFAULTS: Final = {**rules.DEFAULTS, **section_values("optimizer", OptimizerConfig())}
+_SELECTIVE: Final = (
+    "recompute = 'selective' is not built in this version: tiled attention always recomputes its scores; choose 'none' "
+    "or 'full'"
+)
+
+
+def _may_refuse(rule: Rule) -> bool:
+    # True if the recipe rule can reject a layout of the planner, so that the rule must be checked.
+    constant = {key: value for key, value in _DEFAULTS.items() if key not in (*_KEYS.values(), *_FOLLOWING)}
+    derived_values = rules.derived({**_DEFAULTS, **dict.fromkeys(_KEYS.values(), "")})
+    conditions = {**rule.conditions, **rule.given}
+    return conditions.keys() <= derived_values.keys() and all(
+        condition.matches(constant[key]) for key, condition in conditions.items() if key in constant
+    )
+
+
+_RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
+
+
+def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
+    """Return the reasons why hpcdist cannot run ``layout`` as texts. () if the layout names another program."""
+    return () if layout.kernels.is_published else refusals(layout)
+
+
+def refusals(layout: ParallelLayout) -> tuple[str, ...]:
+    """Return the reasons why hpcdist cannot run ``layout`` as texts, whatever program the layout names."""
+    return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
+
+
+@lru_cache(maxsize=1 << 14)
+def _refusals(*fields: Any, overlaps: bool, dedicated: bool) -> tuple[str, ...]:
+    values = {**_DEFAULTS, **dict(zip(_KEYS.values(), fields, strict=True))}
+    recompute, compression = values["parallel.recompute"], values["communication.compression"]
+    values["parallel.recompute"] = recompute == "full"
+    if values["parallel.pipeline"] == 1:
+        values["parallel.schedule"] = "auto"
+    if overlaps:
+        values["communication.overlap"] = "thread"
+    if values["parallel.strategy"] == "parameter_server" and not dedicated:
+        values["parameter_server.placement"] = "colocated"
+    if compression in MOMENTUM_OPTIMIZERS:
+        values |= {"optimizer.name": MOMENTUM_OPTIMIZERS[compression], "compression.warmup_steps": 1}
+    values = rules.derived(values)
+    reasons = tuple(filter(None, (rule.refusal(values) for rule in _RULES)))
+    return (*reasons, _SELECTIVE) if recompute == "selective" else reasons

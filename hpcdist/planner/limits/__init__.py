@@ -1,1 +1,0 @@
-"""Limits of layouts: impossible layouts (`checks`), and layouts that hpcdist cannot run (`unsupported`)."""
