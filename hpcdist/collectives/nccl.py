@@ -57,7 +57,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined. Collective."""
+    """Reduce a GPU ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined. Collective."""
     if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         _exchange_and_reduce(comm, buffer, ranges, op)
         return

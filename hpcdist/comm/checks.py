@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.comm.transport import Request, attributed, call_site_outside
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 from hpcdist.reporting.units import format_ranges
-
-if TYPE_CHECKING:  # communicator.py imports this module
-    from hpcdist.comm.communicator import Communicator
 
 REDUCTIONS: Final = ("sum", "max", "min")
 _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS["float64"]))
@@ -67,6 +64,19 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm")), contextlib.__file__)
 
 
+class ComparableCommunicator(Protocol):
+    """Attributes and methods of a communicator that the comparison of calls needs."""
+
+    name: str
+    rank: int
+    size: int
+    checked: bool
+    is_comparing: bool
+
+    def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None: ...
+    def iallreduce(self, buffer: Array, op: str = "sum") -> Request: ...
+
+
 Progress: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is in flight
 
 
@@ -99,13 +109,15 @@ def describe_call(
     return CollectiveCall(operation, algorithm, name, str(count), reduction, extra)
 
 
-def compare_native(comm: "Communicator", operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
+def compare_native(
+    comm: ComparableCommunicator, operation: str, buffer: Array, reduction: str = "", extra: str = ""
+) -> None:
     """Raise CommunicationError on all ranks if their arguments of an MPI collective differ. Collective."""
     if comm.size > 1 and not comm.is_comparing:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
-def compare_calls(comm: "Communicator", call: CollectiveCall, progress: Progress | None = None) -> None:
+def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, progress: Progress | None = None) -> None:
     """Raise CommunicationError on all ranks if their ``call`` differs. Collective over ``comm``.
 
     While the comparison message ``request`` is in flight, ``progress(request)`` progresses other operations.
@@ -117,7 +129,7 @@ def compare_calls(comm: "Communicator", call: CollectiveCall, progress: Progress
 
 
 def announce_refusal(
-    comm: "Communicator", call: CollectiveCall, error: HpcdistError, progress: Progress | None = None
+    comm: ComparableCommunicator, call: CollectiveCall, error: HpcdistError, progress: Progress | None = None
 ) -> None:
     """Make other ranks fail in `compare_calls`, because this rank raises ``error`` instead of making ``call``."""
     if comm.checked and comm.size > 1:
@@ -129,7 +141,7 @@ def announce_refusal(
 def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
     """Return the allreduce ``function``, named ``algorithm``, with a check that all ranks make the same call. Local."""
 
-    def compare_then_run(comm: "Communicator", buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
+    def compare_then_run(comm: ComparableCommunicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
         compare_calls(comm, describe_call("allreduce", algorithm, buffer, op, times))
         if scale == 1.0:
@@ -152,7 +164,7 @@ def call_site() -> str:
 
 
 def _exchange_calls(
-    comm: "Communicator", call: CollectiveCall, progress: Progress | None = None
+    comm: ComparableCommunicator, call: CollectiveCall, progress: Progress | None = None
 ) -> list[tuple[CollectiveCall, str]]:
     fields = [" ".join(field.split())[:_FIELD_CHARACTERS] for field in astuple(call)]
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"

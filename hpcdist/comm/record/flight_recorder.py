@@ -45,7 +45,7 @@ def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
 
 MAGIC: Final = b"HPCDREC\0"
 MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have one or two million bytes
-VERSION: Final = 1  # of the files of flight recorders and spans
+VERSION: Final = 1
 # magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
 HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
 BEAT: Final = 16  # words of 8 bytes from the start of the file: time of the last heartbeat,
@@ -180,11 +180,12 @@ def read_bytes(path: Path, kind: str) -> bytes:
         raise StorageError(f"the {kind} file {path} cannot be read: {error}; check its permissions") from error
 
 
-def check_header(path: Path, version: int, nbytes: int, least_bytes: int, rank: int, world: int) -> None:
-    """Raise StorageError if the header of a recorder file of ``nbytes`` bytes is invalid."""
-    if version != VERSION or nbytes < least_bytes:
+def check_header(path: Path, versions: tuple[int, int], nbytes: int, least_bytes: int, rank: int, world: int) -> None:
+    """Raise StorageError for an invalid header of a recorder file. ``versions``: (of the file, supported)."""
+    version, supported = versions
+    if version != supported or nbytes < least_bytes:
         raise StorageError(
-            f"{path} has version {version} and {nbytes} bytes; expected version {VERSION} and at least {least_bytes} "
+            f"{path} has version {version} and {nbytes} bytes; expected version {supported} and at least {least_bytes} "
             "bytes. Use the hpcdist version that wrote the file, or delete the file"
         )
     if not rank < world <= MOST_RANKS:
@@ -199,7 +200,7 @@ def parse(data: bytes, path: Path) -> RankRecord:
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short); delete {path}")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
-    check_header(path, version, len(data), size_bytes(capacity), rank, world)
+    check_header(path, (version, VERSION), len(data), size_bytes(capacity), rank, world)
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     try:

@@ -18,10 +18,10 @@ import numpy as np
 
 from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record import flight_recorder
-from hpcdist.comm.record.flight_recorder import VERSION
 from hpcdist.errors import StorageError
 
 MAGIC: Final = b"HPCDSPN\0"
+VERSION: Final = 1
 # Phases that share the time of a rank, except "step", which encloses a whole step.
 PHASES: Final = ("compute", "communication", "update", "data", "checkpoint", "validation", "other", "step")
 STEP: Final = PHASES.index("step")
@@ -79,7 +79,7 @@ def parse(data: bytes, path: Path) -> RankSpans:
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of spans (wrong signature or too short); delete {path}")
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
-    flight_recorder.check_header(path, version, len(data), size_bytes(capacity), rank, world)
+    flight_recorder.check_header(path, (version, VERSION), len(data), size_bytes(capacity), rank, world)
     (used,) = struct.unpack_from("<q", data, TEXT_USED * 8)
     host_name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
     spans = _spans(data, capacity, _texts(data, used))
