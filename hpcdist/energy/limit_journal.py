@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hpcdist.comm.launch.environment import boot_id
-from hpcdist.comm.record.flight_recorder import start_ticks
+from hpcdist.comm.launch.environment import boot_id, start_ticks
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
 

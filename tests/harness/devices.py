@@ -308,6 +308,6 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
             (gpu.D2H, "dispatch._fill"): messages[STAGED],
             (gpu.SYNCHRONISE, "dispatch.staged_allreduce"): messages[STAGED],
             (gpu.H2D, "dispatch.staged_allreduce"): messages[STAGED],
-            (gpu.SYNCHRONISE, "observers.done"): 1 + sum(a != b for a, b in pairwise(phases)),
+            (gpu.SYNCHRONISE, "step.done"): 1 + sum(a != b for a, b in pairwise(phases)),
         }
     )

@@ -25,7 +25,6 @@ from hpcdist.cli.plan.options import (
 from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.nearest import nearest
-from hpcdist.reporting.schema import toml_lines
 from hpcdist.reporting.table import aligned
 
 if TYPE_CHECKING:
@@ -75,6 +74,8 @@ def models(named: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows[named] if named is not None else rows))
     elif named is not None:
+        from hpcdist.reporting.schema import toml_lines
+
         click.echo("\n".join(toml_lines(rows[named])))
     else:
         from hpcdist.planner.report.quantities import large_count

@@ -283,3 +283,28 @@ def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
     for world_size, local_size, transports in _MPIRUN_SIZES:
         if world_size in environment and environment[world_size] == environment.get(local_size):
             environment.setdefault(transports, "^tcp")
+
+
+def start_ticks(pid: int) -> int:
+    """Return the start time of process ``pid`` in clock ticks since boot, or 0 if it has ended. Local."""
+    try:
+        return process_state(pid)[1]
+    except OSError:
+        return 0
+
+
+def has_ended(pid: int, began: int) -> bool:
+    """Return True if process ``pid`` has surely ended. ``began``: its start time by `start_ticks`. Local."""
+    try:
+        return process_state(pid)[1] != began
+    except OSError:
+        return False
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """Return (state letter, start time in clock ticks since boot) of process ``pid``, or ("", 0) if it has ended."""
+    try:
+        fields = process_fields(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0
+    return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))

@@ -15,8 +15,8 @@ import numpy as np
 
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.comm.failure.rank_failures import is_rank_failure
+from hpcdist.comm.launch.environment import has_ended, start_ticks
 from hpcdist.comm.mpi import ulfm
-from hpcdist.comm.record.flight_recorder import has_ended, start_ticks
 from hpcdist.constants import SHARED_MEMORY
 from hpcdist.errors import RankDiedError
 

@@ -20,7 +20,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Final
 
-from hpcdist.comm.launch.environment import process_fields
+from hpcdist.comm.launch.environment import process_state, start_ticks
 from hpcdist.comm.transport import EventSink, attributed
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
@@ -161,7 +161,7 @@ class RankRecord:
         if self.host != os.uname().nodename[:64] or not self.start_ticks:
             return None
         try:
-            state, ticks = _process(self.pid)
+            state, ticks = process_state(self.pid)
         except OSError:
             return None
         return state if ticks == self.start_ticks else ""
@@ -249,31 +249,6 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
             )
         )
     return tuple(sorted(events, key=lambda event: event.index))
-
-
-def start_ticks(pid: int) -> int:
-    """Return the start time of process ``pid`` in clock ticks since boot, or 0 if it has ended. Local."""
-    try:
-        return _process(pid)[1]
-    except OSError:
-        return 0
-
-
-def has_ended(pid: int, began: int) -> bool:
-    """Return True if process ``pid`` has surely ended. ``began``: its start time by `start_ticks`. Local."""
-    try:
-        return _process(pid)[1] != began
-    except OSError:
-        return False
-
-
-def _process(pid: int) -> tuple[str, int]:
-    try:
-        fields = process_fields(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return "", 0
-    # state letter, and start time in clock ticks since boot
-    return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))
 
 
 def remove_others(folder: Path, ranks: int) -> None:

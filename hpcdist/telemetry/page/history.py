@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.comm.launch import environment
 from hpcdist.comm.record import flight_recorder, run_journal
 from hpcdist.comm.record.run_journal import HEARTBEAT_S, JournalEntry, StartEntry
 from hpcdist.constants import FINISHED, NS_PER_S, STOPPED
@@ -131,7 +132,7 @@ def _record_head(path: Path) -> _RecordHead | None:
             text = data[first : first + min(length, flight_recorder.NOTE_BYTES)].decode(errors="replace")
             words.append(LastRecord(rank, kind, time_ns + wall - monotonic, text))
     here = host.rstrip(b"\0").decode(errors="replace") == os.uname().nodename[:64]
-    gone = here and ticks > 0 and flight_recorder.has_ended(pid, ticks)
+    gone = here and ticks > 0 and environment.has_ended(pid, ticks)
     return _RecordHead(rank, wall, world, gone, words)
 
 

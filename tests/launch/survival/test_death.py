@@ -13,7 +13,8 @@ import pytest
 import hpcdist
 from harness import jobs
 from harness.jobs import clean_environment
-from hpcdist.comm.record.flight_recorder import read, start_ticks
+from hpcdist.comm.launch.environment import start_ticks
+from hpcdist.comm.record.flight_recorder import read
 from hpcdist.telemetry.hang import analyse, load
 
 PROGRAM = """

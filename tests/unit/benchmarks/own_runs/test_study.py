@@ -87,7 +87,7 @@ def play_ranks(line, hosts, ranks):
         return Path(line[list(line).index(name) + 1])
 
     if "calibrate" in line:
-        calibrate.written(
+        calibrate.write_files(
             machine_points(hosts, ranks), option_value("-o"), option_value("--points"), "workstation", "here", {}
         )
         return

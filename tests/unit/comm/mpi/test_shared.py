@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpcdist.comm.launch.environment import start_ticks
 from hpcdist.comm.mpi import shared_memory, ulfm
 from hpcdist.comm.mpi.shared_memory import Members
-from hpcdist.comm.record.flight_recorder import start_ticks
 from hpcdist.errors import RankDiedError
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import hpcdist
 from harness.jobs import LIMIT_S
+from hpcdist.comm.launch import environment
 from hpcdist.comm.mpi.shared_memory import Members
 from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
@@ -197,7 +198,7 @@ class _Mpi:
 
 
 def test_lack_of_file_descriptors_does_not_declare_ranks_dead(recorder):
-    record, began = flight_recorder.read(recorder.path), flight_recorder.start_ticks(os.getpid())
+    record, began = flight_recorder.read(recorder.path), environment.start_ticks(os.getpid())
     announced = [(os.getpid(), began), (os.getpid(), began + 1)]  # a live member and an ended member
     everybody = SimpleNamespace(
         allgather=lambda value: [value] if isinstance(value, bool) else announced[:1],
@@ -208,13 +209,13 @@ def test_lack_of_file_descriptors_does_not_declare_ranks_dead(recorder):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        unknown = flight_recorder.start_ticks(os.getpid()), record.process_state()
-        ended = [flight_recorder.has_ended(*process) for process in announced]
+        unknown = environment.start_ticks(os.getpid()), record.process_state()
+        ended = [environment.has_ended(*process) for process in announced]
         members.check_alive(0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (unknown, ended) == ((0, None), [False, False])
-    assert [flight_recorder.has_ended(*process) for process in announced] == [False, True]
+    assert [environment.has_ended(*process) for process in announced] == [False, True]
     members._processes = announced[1:]
     members.check_alive(0.0)  # data written before its end is read once more
     with pytest.raises(CommunicationError, match="rank 0 of node .* has died"):
