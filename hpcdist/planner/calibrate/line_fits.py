@@ -25,50 +25,44 @@ LEAST_SIZES: Final = 5
 
 
 class FittedLine(NamedTuple):
-    """Fitted time of an operation: seconds = ``latency_s`` + ``s_per_byte`` * bytes."""
+    """Linear model of an operation's time: seconds = ``latency_s`` + ``s_per_byte`` * bytes."""
 
     latency_s: float
     s_per_byte: float
 
     def at(self, nbytes: float) -> float:
-        """Return the fitted time in s for ``nbytes`` bytes."""
+        """Return the fitted time in seconds for a message of ``nbytes`` bytes."""
         return self.latency_s + self.s_per_byte * nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedPieces:
-    """Fitted lines, one for each range of message sizes: ``lines[i]`` is for sizes up to ``until_bytes[i]``.
-
-    ``errors``: relative errors at ``unseen_bytes``, the sizes that the fit left out.
-    """
+    """Piecewise linear model of an operation's time, with one line per range of message sizes."""
 
     from_bytes: float
-    until_bytes: tuple[float, ...]
-    lines: tuple[FittedLine, ...]
-    unseen_bytes: tuple[float, ...] = ()
-    errors: tuple[float, ...] = ()
+    until_bytes: tuple[float, ...]  # largest size of each range
+    lines: tuple[FittedLine, ...]  # one line per range
+    unseen_bytes: tuple[float, ...] = ()  # sizes that the fit did not use
+    errors: tuple[float, ...] = ()  # relative errors at ``unseen_bytes``
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error at the sizes left out of the fit, or NaN if all were fitted."""
+        """Largest absolute relative error at the sizes in ``unseen_bytes``, or NaN if there are none."""
         return max((abs(error) for error in self.errors), default=math.nan)
 
     def seconds(self, nbytes: float) -> float:
-        """Return the fitted time in s for ``nbytes`` bytes. Outside all size ranges, the nearest line is used."""
+        """Return the fitted seconds for ``nbytes`` bytes. Outside all ranges, the nearest line is used."""
         for limit, line in zip(self.until_bytes, self.lines, strict=True):
             if nbytes <= limit:
                 return line.at(nbytes)
         return self.lines[-1].at(nbytes)
 
 
-def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
-    """Fit a piecewise linear function of the message size to the message times ``seconds``.
-
-    ``always``: sizes in bytes that must be fitted. Raises UsageError for invalid data.
-    """
+def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], required_sizes: Sequence[float] = ()) -> FittedPieces:
+    """Fit message times by a piecewise linear function of message size. Raises UsageError for invalid data."""
     sizes, times = _medians(nbytes, seconds)
     # Every second size is left out, to measure the error of the fit. The largest size is always fitted.
-    fitted = _fitted(np.isin(sizes, always))
+    fitted = _fitted(np.isin(sizes, required_sizes))
     rest = np.setdiff1d(np.arange(len(sizes)), fitted)
     pieces = _best(sizes[fitted], times[fitted])
     errors = [pieces.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
@@ -145,7 +139,7 @@ def _criterion(loss: float, points: int, lines: int) -> float:
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Fit a line to ``times`` against ``sizes``. Return the line and its Huber loss of relative errors. Local."""
+    """Return the line fitted to ``times`` by size, and the Huber loss of its relative errors."""
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
     # Iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Intercept and slope are at least 0.

@@ -44,11 +44,7 @@ _COMMON: Final = (
 
 
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
-    """Return the description of the transformer ``shape``: an embedding, blocks and a head.
-
-    ``name``: name of the model. ``documents``: attention pairs in packed documents, or None. Raises ConfigurationError
-    for invalid sizes.
-    """
+    """Return the planner's description of a transformer. Raises ConfigurationError for invalid sizes."""
     _check(shape)
     config = config_of(shape)
     units = _embedding(shape, config), _block(shape, config, documents), _head(shape, config)
@@ -73,10 +69,7 @@ def of_config(
     classes: int = 0,
     documents: counts.DocumentPairs | None = None,  # statistics of the documents in packed samples
 ) -> ModelDescription:
-    """Return the description of the model that the recipe section ``config`` selects.
-
-    Raises ConfigurationError for a missing size or a user-built model.
-    """
+    """Return the planner's description of the model in a recipe section. Raises ConfigurationError."""
     if config.kind in FOREIGN:
         raise ConfigurationError(
             f"model.kind = {config.kind!r}: the planner does not know the layers of this model, because "
@@ -110,7 +103,7 @@ def of_config(
 
 
 def config_of(shape: TransformerShape) -> ModelConfig:
-    """Return the hpcdist model configuration (recipe section) of a transformer with this ``shape``."""
+    """Return the recipe section [model] of a transformer with this ``shape``."""
     values: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
     if shape.experts == 1:
         values["shared_experts"] = 0
@@ -125,7 +118,7 @@ def config_of(shape: TransformerShape) -> ModelConfig:
 
 
 def inner(shape: TransformerShape) -> int:
-    """Return the inner width (columns between the two linear layers) of a feed-forward or of one expert."""
+    """Return the number of columns between the two linear layers of a feed-forward or of one expert."""
     like = ModelConfig(hidden=shape.hidden, heads=1, activation="swiglu" if shape.gated else "gelu")
     return shape.feed_forward or like.inner
 
@@ -296,12 +289,12 @@ def _check(shape: TransformerShape) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the published models, in the order of models.toml. Local."""
+    """Return the names of the published models."""
     return tuple(_table())
 
 
 def named(name: str) -> TransformerShape:
-    """Return the shape of the published model ``name`` (case-insensitive). Local. Raises ConfigurationError."""
+    """Return the sizes of the published model ``name``. Raises ConfigurationError for an unknown name."""
     entry = _entry(name)
     return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
 

@@ -35,7 +35,7 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """Filter of layouts by memory use. Cached results avoid memory estimates of similar layouts."""
+    """Filter of layouts by memory use. It reuses results of similar layouts."""
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
         # (excess bytes, layout, memory estimate) of the rejected layout with the fewest excess bytes, or None
@@ -46,24 +46,20 @@ class MemoryFilter:
         self._fails: dict[object, int] = {}  # smallest micro-batch known not to fit
 
     def fitting(
-        self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
+        self, layout: ParallelLayout, strategies: Sequence[Strategy], microbatch_sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the pairs in ``strategies`` with which the layout ``order`` fits into memory.
-
-        ``strategies``: (data-axis strategy, compression) pairs. ``sizes``: all micro-batch sizes of the search, in
-        ascending order.
-        """
-        stem: tuple[object, ...] = _STEM(order)
+        """Return the (strategy, compression) pairs in ``strategies`` with which ``layout`` fits into memory."""
+        stem: tuple[object, ...] = _STEM(layout)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
-        if self._is_apart(order, order.microbatch):
-            stem, least = (*stem, order.microbatch), order.microbatch
+        if self._is_apart(layout, layout.microbatch):
+            stem, least = (*stem, layout.microbatch), layout.microbatch
         else:
-            least = next(size for size in sizes if not self._is_apart(order, size))
+            least = next(size for size in microbatch_sizes if not self._is_apart(layout, size))
         fitting = []
         for strategy in strategies:
-            if order.microbatch >= self._fails.get(stem, _NEVER):
+            if layout.microbatch >= self._fails.get(stem, _NEVER):
                 return ()
-            if self._has_room(order, stem, strategy, least):
+            if self._has_room(layout, stem, strategy, least):
                 fitting.append(strategy)
         return tuple(fitting)
 
@@ -120,17 +116,17 @@ class SearchNode(NamedTuple):
 
 @dataclass
 class Refusals:
-    """Counts of rejected layouts and rejected combinations of parallel degrees, for each broken rule."""
+    """Numbers of rejected layouts and rejected combinations of parallel sizes, by violated limit."""
 
     grids: dict[str, tuple[int, str]] = field(default_factory=dict)
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Count one combination of parallel degrees (such as data and tensor) that is rejected for ``problem``."""
+        """Count a combination of parallel sizes (such as data and tensor) that has ``problem``."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` layouts that are rejected for ``problem``."""
+        """Count ``many`` layouts that have ``problem``."""
         self._count(self.layouts, problem, many)
 
     @staticmethod
@@ -141,7 +137,7 @@ class Refusals:
 
 @dataclass
 class BranchAndBound:
-    """Best-first search for layouts. `run` fills ``best`` with (objective value, estimate) pairs, best first."""
+    """Best-first search for layouts. `run` fills ``best``, with the best layout first."""
 
     description: ModelDescription
     cluster: Cluster
@@ -152,7 +148,7 @@ class BranchAndBound:
     layouts: int = 0
     estimated: int = 0
     refusals: Refusals = field(default_factory=Refusals)
-    best: list[tuple[float, PlanEstimate]] = field(default_factory=list)
+    best: list[tuple[float, PlanEstimate]] = field(default_factory=list)  # (objective value, estimate)
     _best_of: dict[Any, tuple[Rank, PlanEstimate]] = field(default_factory=dict)
     _heap: list[SearchNode] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -164,7 +160,7 @@ class BranchAndBound:
         self.memory_filter = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
 
     def run(self) -> None:
-        """Expand nodes in the order of their lower bounds until no node can contain one of the best layouts. Local."""
+        """Search until no other layout can be better than the layouts in ``best``."""
         self._push_families()
         # The first bound is the smallest: if it is not better than the worst kept layout, the search is done.
         while self._heap and self._heap[0].bound < self._last[:2]:
