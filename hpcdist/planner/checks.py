@@ -14,7 +14,7 @@ from hpcdist.models import config as models_config
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate
-from hpcdist.planner.layout import OPTION_KEYS, ParallelLayout
+from hpcdist.planner.layout import OPTION_KEYS, ParallelLayout, divisors
 from hpcdist.planner.memory.activations import HALF_BYTES, context_share, itemsize
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import inner
@@ -98,7 +98,9 @@ def _tensor(description: ModelDescription, layout: ParallelLayout) -> Iterator[L
         ("kv heads", "heads of keys and values", shape.kv_heads),
     ):
         if size and size % ranks:
-            yield LayoutProblem(limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {_divisors(size)}")
+            yield LayoutProblem(
+                limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {[*divisors(size)]}"
+            )
     columns = inner(shape)
     published = layout.kernels.splits_evenly
     if shape.heads % ranks == 0 and (columns % ranks if published else columns < ranks):
@@ -161,7 +163,7 @@ def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, s
             yield LayoutProblem(
                 "layers",
                 f"{split} does not divide {layers} layers: {layers % parts} are left over; choose a product among "
-                f"{_divisors(layers)}",
+                f"{[*divisors(layers)]}",
             )
     elif description.stages < parts:
         yield LayoutProblem("layers", f"{split}: {description.stages} units are {parts - description.stages} too few")
@@ -252,10 +254,6 @@ def _left(size: int, ranks: int, name: str) -> str:
     if size < ranks:
         return f"is {ranks - size} more than the {size} {name}"
     return f"does not divide the {size} {name}: {size % ranks} are left over"
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 GB: Final = 1e9

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from hpcdist.constants import HALVES, PRECISIONS
@@ -123,6 +124,13 @@ class ParallelLayout:
     def microbatches(self, global_batch: int) -> int:
         """Return the number of micro-batches per replica and step. The last micro-batch may be smaller."""
         return -(-global_batch // (self.data * self.microbatch))
+
+
+@lru_cache(maxsize=65536)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of ``number`` in ascending order."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
 # Option of `hpcdist plan` -> recipe key that it sets. --context is an option of the model.

@@ -80,7 +80,13 @@ def plan(
     flops = step_flops(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     least = least_s(flops, layout, cluster)
-    times = _capped(_corrected(times, layout, cluster), least)
+    step_range_s = None
+    if is_known_too_fast(layout, cluster):
+        fastest, median, slowest = ZERO3_RATIOS
+        step_range_s = max(least, fastest * times.modelled_s), max(least, slowest * times.modelled_s)
+        times = replace(times, terms={**times.terms, CORRECTION: (median - 1) * times.modelled_s})
+    if times.step_s < least:
+        times = replace(times, terms={**times.terms, UNPROVEN: least - times.step_s}, least_s=least)
     joules = energy(times, layout, cluster, peak_share(flops, times, peak_flops))
     mfu = flops.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
     return PlanEstimate(
@@ -94,7 +100,7 @@ def plan(
         energy=joules,
         run=run(steps, times.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
-        step_range_s=_step_range_s(times, least, layout, cluster),
+        step_range_s=step_range_s,
         flags=(
             *times.flags,
             *_narrow(footprint, times, layout),
@@ -108,32 +114,12 @@ def plan(
     )
 
 
-def _step_range_s(
-    times: TimeEstimate, least: float, layout: ParallelLayout, cluster: Cluster
-) -> tuple[float, float] | None:
-    if not is_known_too_fast(layout, cluster):
-        return None
-    fewest, _, most = (max(least, ratio * times.modelled_s) for ratio in ZERO3_RATIOS)
-    return fewest, most
-
-
-def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
-    if not is_known_too_fast(layout, cluster):
-        return times
-    return replace(times, terms={**times.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * times.modelled_s})
-
-
 def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
     """Return the step time in s at the MFU limit of ``cluster``, or 0 if there is no limit."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     return flops.model_flops / (cluster.most_mfu * peak_flops)
-
-
-def _capped(times: TimeEstimate, least: float) -> TimeEstimate:
-    missing = least - times.step_s
-    return replace(times, terms={**times.terms, UNPROVEN: missing}, least_s=least) if missing > 0 else times
 
 
 def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
@@ -241,8 +227,10 @@ def run(
         slowdown = math.inf
     wall_s = work_s * slowdown
     failures = wall_s / mtbf
-    waiting_s = steps / between * save + failures * restart
-    joules = _joules(wall_s, min(wall_s, waiting_s), energy.joules / step_s, waiting_w(layout, cluster))
+    waiting_s = min(wall_s, steps / between * save + failures * restart)
+    joules = math.inf
+    if math.isfinite(wall_s):
+        joules = (wall_s - waiting_s) * (energy.joules / step_s) + waiting_s * waiting_w(layout, cluster)
     site = cluster.site
     has_power = cluster.device.peak_w > 0
     carbon = site.carbon_g_per_kwh
@@ -278,12 +266,6 @@ def restart_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster)
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     reading_s = checkpoint_bytes / min(storage.read_bytes_per_s, nodes * storage.node_read_bytes_per_s)
     return cluster.failures.restart_s + reading_s
-
-
-def _joules(wall_s: float, waiting_s: float, computing_w: float, waiting_power_w: float) -> float:
-    if math.isinf(wall_s):
-        return math.inf
-    return (wall_s - waiting_s) * computing_w + waiting_s * waiting_power_w
 
 
 def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster: Cluster) -> float | None:

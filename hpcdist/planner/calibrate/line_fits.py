@@ -62,7 +62,9 @@ def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], required_sizes
     """Fit message times by a piecewise linear function of message size. Raises UsageError for invalid data."""
     sizes, times = _medians(nbytes, seconds)
     # Every second size is left out, to measure the error of the fit. The largest size is always fitted.
-    fitted = _fitted(np.isin(sizes, required_sizes))
+    is_required = np.isin(sizes, required_sizes)
+    others = np.flatnonzero(~is_required)
+    fitted = np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(is_required)]))
     rest = np.setdiff1d(np.arange(len(sizes)), fitted)
     pieces = _best(sizes[fitted], times[fitted])
     errors = [pieces.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
@@ -97,11 +99,6 @@ def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndar
     return sizes, np.array([np.median(time[size == value]) for value in sizes])
 
 
-def _fitted(always: np.ndarray) -> np.ndarray:
-    others = np.flatnonzero(~always)
-    return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
-
-
 def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
     count = len(sizes)
     cache: dict[tuple[int, int], tuple[FittedLine, float]] = {}
@@ -116,7 +113,10 @@ def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
     least = [[(piece(0, i)[1] if i >= LEAST_POINTS else math.inf, 0) for i in range(count + 1)]]
     for _ in range(1, min(MOST_PIECES, count // LEAST_POINTS)):
         least.append([_cheapest(least[-1], i, piece) for i in range(count + 1)])
-    scores = [_criterion(row[count][0], count, number + 1) for number, row in enumerate(least)]
+    scores = [
+        count * math.log(max(row[count][0] / count, FLOOR)) + (3 * lines - 1) * math.log(count)
+        for lines, row in enumerate(least, 1)
+    ]
     cuts, last = [count], count  # from the last piece back to the first
     for row in least[int(np.argmin(scores)) :: -1]:
         last = row[last][1]
@@ -132,10 +132,6 @@ def _cheapest(
 ) -> tuple[float, int]:
     candidates = [(before[at][0] + piece(at, stop)[1], at) for at in range(LEAST_POINTS, stop - LEAST_POINTS + 1)]
     return min(candidates, default=(math.inf, 0))
-
-
-def _criterion(loss: float, points: int, lines: int) -> float:
-    return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:

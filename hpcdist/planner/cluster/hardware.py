@@ -320,7 +320,12 @@ def _check_device(device: Device) -> None:
             raise ConfigurationError(
                 f"device.flops.{kind} is missing: device.matmul has a curve for {kind}; add device.flops.{kind}"
             )
-        _check_curve(curve, f"device.matmul.{kind}")
+        if len(curve.sizes) != len(curve.shares):
+            raise ConfigurationError(
+                f"the curve device.matmul.{kind} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected "
+                "equal numbers"
+            )
+        _check_ascending(curve.sizes, f"device.matmul.{kind}.sizes")
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
         raise ConfigurationError(
             f"device.memory_bandwidth of {rough(device.memory_bytes_per_s, 'bandwidth')} is not plausible: reading the "
@@ -335,14 +340,6 @@ def _check_device(device: Device) -> None:
         raise ConfigurationError(
             f"device.idle of {device.idle_w:g} W is more than device.peak of {device.peak_w:g} W; lower device.idle"
         )
-
-
-def _check_curve(curve: EfficiencyCurve, place: str) -> None:
-    if len(curve.sizes) != len(curve.shares):
-        raise ConfigurationError(
-            f"the curve {place} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected equal numbers"
-        )
-    _check_ascending(curve.sizes, f"{place}.sizes")
 
 
 def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:

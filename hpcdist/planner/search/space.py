@@ -19,14 +19,13 @@ Bounds for a single schedule: `schedule_bound` and `order_bound`.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 from hpcdist.constants import J_PER_KWH
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate, TimeEstimate
-from hpcdist.planner.layout import OBJECTIVES, RECOMPUTE, SEARCH_SETTINGS, ParallelLayout
+from hpcdist.planner.layout import OBJECTIVES, RECOMPUTE, SEARCH_SETTINGS, ParallelLayout, divisors
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
 from hpcdist.planner.plan import devices_held, energy, peak_of, peak_share
@@ -181,13 +180,6 @@ def with_strategy(layout: ParallelLayout, strategy_pair: Strategy, microbatch: i
         overlap=0.0 if alone else layout.overlap,
         microbatch=microbatch or layout.microbatch,
     )
-
-
-@lru_cache(maxsize=65536)
-def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of ``number`` in ascending order."""
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
 def _chosen(possible: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[int, ...]:

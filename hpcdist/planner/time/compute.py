@@ -20,6 +20,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurve
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import context_share
+from hpcdist.planner.memory.model_states import unsharded
 from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape
 from hpcdist.strategies.context.operations import pairs, pieces
 
@@ -71,12 +72,6 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
     if times is None:
         times = cache[key] = _Unit(unit, layout, cluster).seconds()
     return times
-
-
-def main_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes per element of the gradients that are summed over micro-batches."""
-    item = ITEM_BYTES[layout.precision]
-    return 4 if item == 2 and layout.kernels.has_main_gradients and layout.main_gradients == "float32" else item
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
@@ -210,7 +205,7 @@ class _Unit:
 
     def _add(self) -> float:
         # Seconds to add a micro-batch's weight gradients to the accumulated gradients.
-        each = main_bytes(self.layout) / self.moves
+        each = unsharded(self.layout).gradient / self.moves
         separate, waits = local_parameters(self.unit, self.layout), 0.0
         if self.layout.kernels.fuses_gradients and self.layout.gradient_fusion:
             for product in self.unit.products:

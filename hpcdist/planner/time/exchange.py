@@ -238,16 +238,15 @@ class _Job(NamedTuple):
         push_s = self._incast(pushed, ranks) + ranks * pushed * per_byte * 3 / self._servers_each
         pull_s = self._incast(pulled, ranks)
         hidden = self._hide(push_s, 1)[1]
+        flags = ["incast: queues at the servers' links, no lost packets", *(() if payload else self._useless())]
+        if layout.algorithm != "auto":
+            flags.append(substitute_warning(layout.algorithm, "push and pull", "messages to each server"))
         return ExchangeCost(
             push_s - hidden + pull_s + coding_s,
             hidden,
             pushed,
             "dedicated servers",
-            (
-                "incast: queues at the servers' links, no lost packets",
-                *(() if payload else self._useless()),
-                *self._ignored("push and pull", "messages to each server"),
-            ),
+            tuple(flags),
             ranks * pulled / self._servers_each,
         )
 
@@ -293,10 +292,6 @@ class _Job(NamedTuple):
     def _useless(self) -> tuple[str, ...]:
         name = self.layout.compression
         return () if name == "none" else (f"{name} does not reduce the bytes; gradients are sent uncompressed",)
-
-    def _ignored(self, operation: str, taken: str) -> tuple[str, ...]:
-        name = self.layout.algorithm
-        return () if name == "auto" else (substitute_warning(name, operation, taken),)
 
     def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> MessageCost:
         layout = self.layout

@@ -94,11 +94,6 @@ def row_buffers(nbytes: float, route: RowRoute) -> float:
     return node_traffic(nbytes, route.nodes, route.ranks_per_node).workspace if route.method == HIERARCHICAL else 0.0
 
 
-def counts_bytes(experts: int) -> int:
-    """Return the bytes of the token counts that a rank sends: one int64 count per expert."""
-    return 8 * experts
-
-
 def published_bytes(nbytes: int) -> int:
     """Return the bytes of shared memory in which a rank offers ``nbytes`` bytes of tokens to experts."""
     return 2 * part_bytes(nbytes)

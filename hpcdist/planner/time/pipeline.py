@@ -214,15 +214,6 @@ def ranks_of(
     ]
 
 
-def chunks_seconds(
-    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
-) -> list[PlannedSeconds]:
-    """Return the pass times of each pipeline chunk, in model order."""
-    costs: dict[tuple[str, str, float], MessageCost] = {}
-    of_chunks = chunk_loads(description, layout, cluster)
-    return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
-
-
 def border_message(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the cost of sending a micro-batch's activations to the next pipeline rank."""
     if layout.pipeline == 1:
@@ -305,7 +296,11 @@ def simulated_pipe(
     message_s: float,
 ) -> PipelineTime:
     """Return the step time of a pipeline by simulation of its schedule."""
-    chunks = chunks_seconds(description, layout, cluster, microbatches)
+    costs: dict[tuple[str, str, float], MessageCost] = {}
+    chunk_times = (
+        stage_of(load, layout, cluster, microbatches, costs) for load in chunk_loads(description, layout, cluster)
+    )
+    chunks = [times.seconds for times in chunk_times]
     # Without messages the simulation gives the idle time of the schedule; the additional time is waiting for messages.
     repeats, busy_s = recomputes_ahead(layout), microbatches * slowest.whole_s
     bare = simulated_timeline(layout.schedule, chunks, layout.pipeline, microbatches, recompute=repeats)

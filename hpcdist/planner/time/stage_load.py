@@ -20,7 +20,6 @@ from hpcdist.planner.memory.activations import context_share
 from hpcdist.planner.model.description import AttentionShape, ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
-from hpcdist.planner.time.expert_rows import counts_bytes as row_counts_bytes
 from hpcdist.planner.time.expert_rows import row_turn
 from hpcdist.planner.time.network import MessageCost, collective, span
 from hpcdist.strategies.context.costs import counts_bytes, exchanged_bytes, ring_exposed_s, ring_passes
@@ -30,6 +29,7 @@ BACKWARD: Final = 1
 OVERLAPPED: Final = 2  # in backward, overlapping gradients that do not wait for it
 RECOMPUTE: Final = 3
 _PLACES: Final = (0, 1, 1, 2)  # phase -> index of the waits in `CollectiveWait`
+INT64_BYTES: Final = 8  # token count per expert
 LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
@@ -234,7 +234,7 @@ def _calls(
         by_rows = layout.sequence_parallel and layout.kernels.splits_expert_rows
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
         if layout.kernels.routes_rows:
-            yield AxisCollective(FORWARD, "expert", "counts", row_counts_bytes(first.experts))
+            yield AxisCollective(FORWARD, "expert", "counts", INT64_BYTES * first.experts)
         turns = (FORWARD, "rows"), (FORWARD, "results"), (BACKWARD, "gradients"), (BACKWARD, "results")
         for when, turn in turns:
             yield AxisCollective(when, "expert", turn, tokens * first.inner * each)

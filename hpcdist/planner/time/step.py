@@ -143,7 +143,7 @@ def timing(
         hidden_s=swap.hidden_s + _full(layout, global_batch) * waits.hidden_s,
         bubble=flow.bubble,
         bytes=_bytes(layout, _full(layout, global_batch), waits, hop, swap, tied, rows),
-        algorithms=_algorithms(waits, swap),
+        algorithms={**waits.algorithms, **({"data": swap.algorithm} if swap.algorithm != "none" else {})},
         flags=tuple(
             dict.fromkeys((*flow.slowest.load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))
         ),
@@ -240,10 +240,6 @@ def _bytes(
         sent["pipeline"] = messages_per_microbatch(layout) * full * hop.nbytes
     sent["data"] = swap.nbytes + tied.nbytes
     return sent
-
-
-def _algorithms(waits: CollectiveWait, swap: ExchangeCost) -> dict[str, str]:
-    return {**waits.algorithms, **({"data": swap.algorithm} if swap.algorithm != "none" else {})}
 
 
 def _check(layout: ParallelLayout, microbatches: int) -> None:
