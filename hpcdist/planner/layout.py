@@ -64,7 +64,7 @@ class ParallelLayout:
     gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
-        """Return a copy of the layout with other values of the fields that the keyword arguments name."""
+        """Return a copy of the layout with the fields that the keyword arguments set."""
         layout = object.__new__(ParallelLayout)  # faster than `dataclasses.replace`
         layout.__dict__.update(self.__dict__, **changed)
         if len(layout.__dict__) > len(self.__dict__):

@@ -71,7 +71,7 @@ _BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bit
 
 
 def parse(text: str, dimension: str) -> float:
-    """Return the quantity ``text``, such as "5 us", in base units. Raises ConfigurationError if it is invalid."""
+    """Return ``text``, such as "5 us", in base units of a ``dimension``, such as "time". Raises ConfigurationError."""
     units = UNITS[dimension]
     example = f"{_NAMES[dimension]} such as {EXAMPLES[dimension]}"
     match = _QUANTITY.fullmatch(text)
@@ -91,7 +91,7 @@ def parse(text: str, dimension: str) -> float:
 
 
 def text(value: float, dimension: str) -> str:
-    """Format ``value``, in base units, as the shortest exact text, such as "80 GiB"."""
+    """Format ``value`` of a ``dimension``, such as "time", as the shortest exact text, such as "5 us"."""
     spellings = []
     for unit, factor in UNITS[dimension].items():
         if "bit" in unit or not unit.isascii():
@@ -106,7 +106,7 @@ def text(value: float, dimension: str) -> str:
 
 
 def rough(value: float, dimension: str) -> str:
-    """Format ``value``, in base units, with 3 digits and a unit, such as "85.9 GB"."""
+    """Format ``value`` of a ``dimension``, such as "time", with 3 digits and a unit, such as "5.23 us"."""
     units = {unit: factor for unit, factor in UNITS[dimension].items() if "bit" not in unit and "i" not in unit[:2]}
     best = max(units, key=lambda unit: (units[unit] <= value, units[unit] if units[unit] <= value else -units[unit]))
     return f"{value / units[best]:.3g} {best}"

@@ -80,7 +80,7 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the attention sizes on a rank, and the name of the context-parallel method."""
+    """Return the attention sizes of layer ``unit`` on a rank, and the name of its context-parallel method."""
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
 
@@ -190,7 +190,7 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...]) -> float:
-    """Return the bytes of tokens that a rank sends to experts per micro-batch in its largest layer."""
+    """Return the bytes of tokens that a rank sends to experts per micro-batch, in its largest layer."""
     if layout.expert == 1:
         return 0.0
     rows = [array.size for place in unit_indices for array in _received(description.units[place], layout.expert)]
@@ -222,7 +222,7 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return the bytes of the temporary arrays of hpcdist's kernels on a device."""
+    """Return the bytes of temporary arrays of hpcdist's kernels for the layers ``unit_indices``."""
     # Temporary arrays of the same name share memory. Accumulation adds a temporary weight gradient. Float32 copies of
     # 16-bit parameters and gradients are not included.
     adds = accumulates and layout.computes_in == layout.precision

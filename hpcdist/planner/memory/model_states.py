@@ -130,7 +130,7 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def layer_copy_bytes(layout: ParallelLayout, layer_parameters: float) -> float:
-    """Return the bytes of a device's temporary copies of one gathered layer."""
+    """Return the bytes of a device's temporary copies of a layer with ``layer_parameters`` parameters."""
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
@@ -141,11 +141,11 @@ def layer_copy_bytes(layout: ParallelLayout, layer_parameters: float) -> float:
 
 
 def buffer_bytes(
-    layout: ParallelLayout, parameters: float, largest_layer: float, bucket_bytes: float = BUCKET_BYTES
+    layout: ParallelLayout, parameters: float, largest_layer_parameters: float, bucket_bytes: float = BUCKET_BYTES
 ) -> float:
     """Return the bytes of a device's buffers for hpcdist's collectives on the data axis."""
     replicas = layout.data * layout.context
-    size, unit = unsharded(layout).gradient, largest_layer / layout.tensor
+    size, unit = unsharded(layout).gradient, largest_layer_parameters / layout.tensor
     coded = 0.0 if layout.compression == "none" else _coded(layout, parameters, unit, replicas, bucket_bytes)
     if replicas == 1 or layout.compression not in ("none", "onebit"):  # the first steps of onebit are uncompressed
         return coded

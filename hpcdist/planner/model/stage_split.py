@@ -62,7 +62,7 @@ def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs per sample of attention in layer ``unit``. ``exact``: see `forward_flops`."""
+    """Return the forward attention FLOPs per sample of layer ``unit``. ``exact`` excludes masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention

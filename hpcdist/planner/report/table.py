@@ -50,7 +50,7 @@ _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
-    """Return the distinct warnings of plans with these ``layouts``, the most important first."""
+    """Return the distinct warnings ``flags`` of plans with ``layouts``, the most important first."""
     unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
 
     def rank(flag: str) -> int:
@@ -65,7 +65,7 @@ def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tup
 def by_row(
     rows: Sequence[Iterable[str]], shared_flags: Iterable[str] = (), layouts: Iterable[ParallelLayout] = ()
 ) -> list[str]:
-    """Return the distinct warnings of several plans, the most important first, with their row numbers."""
+    """Return the distinct warnings of several table rows, the most important first, with their row numbers."""
     flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):
         for flag in flags:

@@ -102,7 +102,7 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: all layouts that share some fields with ``layout``."""
+    """Node of the search tree: the layouts that differ from ``layout`` only in fields of lower nodes."""
 
     # Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
     # only differ in data-axis strategy and compression.

@@ -124,7 +124,7 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of ``grid`` with all combinations of recomputation and sequence parallelism."""
+    """Yield copies of the layout ``grid`` with all combinations of recomputation and sequence parallelism."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
     if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed

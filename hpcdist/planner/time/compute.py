@@ -75,7 +75,7 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
-    """Return the fraction of the peak FLOP rate for a product of ``size``, and a warning or ""."""
+    """Return the fraction of the peak FLOP rate for a matrix product of ``size``, and a warning or ""."""
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
         return shares[0] * size / sizes[0], f"smaller than {sizes[0]:.6g}, the smallest on the curve"

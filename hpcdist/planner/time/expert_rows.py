@@ -95,7 +95,7 @@ def row_buffers(nbytes: float, route: RowRoute) -> float:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of shared memory in which a rank offers ``nbytes`` bytes of tokens to experts."""
+    """Return the bytes of shared memory in which a rank publishes ``nbytes`` bytes of tokens to its node."""
     return 2 * part_bytes(nbytes)
 
 

@@ -74,7 +74,7 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, layers: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the payload of compressed gradients, or None without compression. Raises UsageError."""
+    """Return the payload of ``values`` compressed gradient elements, or None if uncompressed. Raises UsageError."""
     if compression == "none":
         return None
     if compression not in COMPRESSIONS:

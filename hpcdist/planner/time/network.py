@@ -140,11 +140,11 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
     return GroupSpan(size, stride, tiers, channels, flags)
 
 
-def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
+def members_inside(size: int, stride: int, box: int, inner_members: int = 1) -> int:
     """Return the number of group members among ``box`` consecutive devices, such as those in a node."""
     # The result divides `size`. Boxes nest: a multiple of `below`, which divides the group into equal parts.
     room = max(1, box // stride)
-    return below * math.gcd(size // below, max(1, room // below))
+    return inner_members * math.gcd(size // inner_members, max(1, room // inner_members))
 
 
 Formula = Callable[[float, GroupSpan], tuple[float, float]]  # (n bytes, span) -> (seconds, bytes sent by a device)

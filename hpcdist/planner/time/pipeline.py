@@ -65,7 +65,7 @@ class PipelineTime(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Total seconds of a step."""
+        """Seconds of the whole step on the slowest pipeline rank."""
         return self.busy_s + self.message_s + self.idle_s
 
 
@@ -191,7 +191,7 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the times per micro-batch of a pipeline rank with the computation and collectives ``load``."""
+    """Return the times per micro-batch of a pipeline rank from its computation and collectives, ``load``."""
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
     is_early = recomputes_ahead(layout)

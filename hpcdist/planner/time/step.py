@@ -53,7 +53,7 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def updated_parameters(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that a device or parameter server updates."""
+    """Return the number of parameters that one of ``replicas`` ranks, or a parameter server, updates."""
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
     return parameters / replicas if stage_of(layout.strategy) else parameters

@@ -59,7 +59,7 @@ def plan_training(
     path: Path | None,
     overrides: tuple[str, ...],
     options: Mapping[str, Any],
-    kind: type[BatchJob] = BatchJob,
+    job_class: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
     """Return the batch job that trains the recipe file ``path``. Raises HpcdistError if it cannot run."""
@@ -82,7 +82,7 @@ def plan_training(
         raise ConfigurationError(
             "run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs per node, or leave --gpus-per-node out"
         )
-    job = kind(
+    job = job_class(
         **shared,
         **more,
         recipe=recipes.dump(recipe),
@@ -102,7 +102,7 @@ def plan_training(
 
 
 def plan_script(
-    program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
+    program: tuple[str, ...], options: Mapping[str, Any], job_class: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
     """Return the batch job that runs the command line ``program`` on all ranks. Raises HpcdistError."""
     # The job gets the HPCDIST_SET__... variables of this process.
@@ -110,7 +110,7 @@ def plan_script(
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
     shared, notes = shared_fields(options, site)
-    job = kind(
+    job = job_class(
         **shared,
         **more,
         recipe="",
