@@ -367,12 +367,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout``, or () if it is a layout of another program."""
+    """Return the reasons why hpcdist cannot run ``layout``, or () if ``layout`` is for another program."""
     return () if layout.kernels.is_published else refusals(layout)
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout``, even if it is a layout of another program."""
+    """Return the reasons why hpcdist cannot run ``layout``, even if ``layout`` is for another program."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

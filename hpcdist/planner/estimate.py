@@ -67,7 +67,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class FlopEstimate:
-    """FLOPs of a training step on all devices, counted in four ways."""
+    """FLOPs of a training step on all devices, with or without recomputation and masked query-key pairs."""
 
     model_flops: float  # forward and backward
     hardware_flops: float  # also recomputation

@@ -16,6 +16,7 @@ The other values are assumptions, consistent with arXiv:2308.12908.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -105,8 +106,7 @@ def plan(
             *times.flags,
             *_narrow(footprint, times, layout),
             *_all_pairs(description, layout),
-            *_unproven(layout, cluster, mfu),
-            *_errors(times, layout, cluster, flops.model_flops / (times.modelled_s * peak_flops)),
+            *_unproven(times, layout, cluster, mfu, flops.model_flops / (times.modelled_s * peak_flops)),
             *flags(layout, cluster),
             *unsupported(layout),
             *unknown_terms(cluster),
@@ -146,20 +146,18 @@ def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> f
     return description.parameters * float(whole.optimizer + (0 if is_half else whole.parameter))
 
 
-def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayout) -> tuple[str, ...]:
-    flags = []
+def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayout) -> Iterator[str]:
     if FULL * footprint.limit_bytes < footprint.bytes <= footprint.limit_bytes:
-        flags.append(
+        yield (
             f"memory is {footprint.bytes / footprint.limit_bytes:.1%} full: an allocator that leaves cracks "
             "(fragmentation), or a larger batch in evaluation, may exceed it"
         )
     without_s = times.step_s + times.hidden_s
     if times.hidden_s > HIDDEN * times.step_s:
-        flags.append(
+        yield (
             f"{times.hidden_s / without_s:.0%} of {without_s:.3g} s are messages that hide during computation "
             f"(overlap = {layout.overlap:g}); without overlap a step takes {without_s:.3g} s"
         )
-    return tuple(flags)
 
 
 def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[str, ...]:
@@ -171,36 +169,29 @@ def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[s
     return (f"{what}; use --implementation hpcdist for tiled attention",)
 
 
-def _unproven(layout: ParallelLayout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
+def _unproven(
+    times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, mfu: float, modelled_mfu: float
+) -> Iterator[str]:
     if cluster.calibrated:
-        return ()
-    flags = []
+        return
     if not layout.kernels.is_published:
-        flags.append(
+        yield (
             "estimates were compared only with published trainings of the implementation 'megatron', not with hpcdist "
             f"on {cluster.device.name}"
         )
     if mfu > CHECKED_MFU and not cluster.most_mfu:
-        flags.append(
-            f"an MFU of {mfu:.0%} is more than {CHECKED_MFU:.0%}, the best training that estimates were compared with"
-        )
-    return tuple(flags)
-
-
-def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, modelled_mfu: float) -> tuple[str, ...]:
-    flags = []
+        yield f"an MFU of {mfu:.0%} is more than {CHECKED_MFU:.0%}, the best training that estimates were compared with"
     if UNPROVEN in times.terms:
-        flags.append(
+        yield (
             f"MFU is limited to {cluster.most_mfu:.1%}, the best published training on such devices: the formulas give "
             f"{modelled_mfu:.1%}, which was never measured; `hpcdist plan calibrate` measures your cluster"
         )
     if is_known_too_fast(layout, cluster):
         least, median, most = ZERO3_RATIOS
-        flags.append(
+        yield (
             f"ZeRO-3: published steps took {least:g} to {most:g} times as long as the formulas give; the step, its "
             f"throughput, energy and price are computed with the median, {median:g}"
         )
-    return tuple(flags)
 
 
 def is_known_too_fast(layout: ParallelLayout, cluster: Cluster) -> bool:
@@ -279,7 +270,7 @@ def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster:
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the energy of a training step on all nodes."""
+    """Return the energy of a training step on all nodes, by consumer such as devices and cooling."""
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
     for name, seconds in timing.terms.items():

@@ -61,7 +61,7 @@ class FittedCurve:
 
     @property
     def error(self) -> float:
-        """Median absolute relative error of the products in ``unseen``, or NaN if there are none."""
+        """Median absolute relative error of products that the fit did not use, or NaN if there are none."""
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
@@ -152,7 +152,7 @@ class FittedShares:
 
     @property
     def error(self) -> float:
-        """Largest absolute value in ``errors``, or NaN if there are none."""
+        """Largest absolute relative error of the predicted step times, or NaN if there are none."""
         return max(map(abs, self.errors), default=math.nan)
 
 

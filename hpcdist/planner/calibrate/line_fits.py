@@ -47,7 +47,7 @@ class FittedPieces:
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error at the sizes in ``unseen_bytes``, or NaN if there are none."""
+        """Largest absolute relative error at sizes that the fit did not use, or NaN if there are none."""
         return max((abs(error) for error in self.errors), default=math.nan)
 
     def seconds(self, nbytes: float) -> float:

@@ -171,7 +171,7 @@ def _explained(
 
 def _refused(tree: BranchAndBound) -> tuple[RefusalCount, ...]:
     refusals = []
-    for of, counts in (("grids", tree.refusals.grids), ("layouts", tree.refusals.layouts)):
+    for of, counts in (("grids", tree.refused_grids), ("layouts", tree.refused_layouts)):
         rows = sorted(counts.items(), key=lambda item: -item[1][0])
         refusals += [RefusalCount(limit=limit, count=count, of=of, example=text) for limit, (count, text) in rows]
     return tuple(refusals)
@@ -254,7 +254,7 @@ def layout_line(layout: ParallelLayout) -> str:
 
 
 def _no_grid(tree: BranchAndBound) -> Iterator[str]:
-    counts = {**tree.refusals.layouts, **tree.refusals.grids}
+    counts = {**tree.refused_layouts, **tree.refused_grids}
     causes = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
     yield f"no parallel degrees are possible on {tree.devices} devices; first violated limits: {causes}"
     for devices in range(tree.devices - 1, 0, -1):

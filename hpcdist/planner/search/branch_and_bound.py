@@ -114,25 +114,12 @@ class SearchNode(NamedTuple):
     strategies: tuple[Strategy, ...] = ()  # (data-axis strategy, compression) pairs of a lower node
 
 
-@dataclass
-class Refusals:
-    """Numbers of rejected layouts and rejected combinations of parallel sizes, by violated limit."""
+Refusals = dict[str, tuple[int, str]]  # violated limit -> (number of violations, message of the first)
 
-    grids: dict[str, tuple[int, str]] = field(default_factory=dict)
-    layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def grid(self, problem: LayoutProblem) -> None:
-        """Count a combination of parallel sizes (such as data and tensor) that has ``problem``."""
-        self._count(self.grids, problem, 1)
-
-    def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` layouts that have ``problem``."""
-        self._count(self.layouts, problem, many)
-
-    @staticmethod
-    def _count(where: dict[str, tuple[int, str]], problem: LayoutProblem, many: int) -> None:
-        before, text = where.get(problem.limit, (0, problem.text))
-        where[problem.limit] = before + many, text
+def _count(refusals: Refusals, problem: LayoutProblem, many: int = 1) -> None:
+    before, text = refusals.get(problem.limit, (0, problem.text))
+    refusals[problem.limit] = before + many, text
 
 
 @dataclass
@@ -147,7 +134,8 @@ class BranchAndBound:
     keep: int
     layouts: int = 0
     estimated: int = 0
-    refusals: Refusals = field(default_factory=Refusals)
+    refused_grids: Refusals = field(default_factory=dict)
+    refused_layouts: Refusals = field(default_factory=dict)
     best: list[tuple[float, PlanEstimate]] = field(default_factory=list)  # (objective value, estimate)
     _best_of: dict[Any, tuple[Rank, PlanEstimate]] = field(default_factory=dict)
     _heap: list[SearchNode] = field(default_factory=list)
@@ -180,16 +168,16 @@ class BranchAndBound:
         for grid in space.grids(self.devices, self.spec):
             problem = next(checks.grid_problems(self.description, grid, self.cluster, self.global_batch), None)
             if problem is not None:
-                self.refusals.grid(problem)
+                _count(self.refused_grids, problem)
                 continue
             if self.spec.runnable and (reasons := refusals(grid)):
-                self.refusals.grid(LayoutProblem("unbuilt", reasons[0]))
+                _count(self.refused_grids, LayoutProblem("unbuilt", reasons[0]))
                 continue
             orders = len(space.orders(self.description, grid, self.spec))
             variants = len(space.strategies(grid, self.spec))
             for cut in space.families(grid, self.spec):
                 if problem := next(checks.grid_problems(self.description, cut, self.cluster, self.global_batch), None):
-                    self.refusals.grid(problem)
+                    _count(self.refused_grids, problem)
                     continue
                 for microbatch in space.sizes(cut, self.global_batch, self.spec):
                     self.layouts += orders * variants
@@ -207,12 +195,12 @@ class BranchAndBound:
             order = family.but(schedule=schedule, chunks=chunks)
             strategies = space.strategies(order, self.spec)
             if problem := next(checks.order_problems(self.description, order, self.global_batch), None):
-                self.refusals.layout(problem, len(strategies))
+                _count(self.refused_layouts, problem, len(strategies))
                 continue
             strategies = self._runnable(order, strategies)
             fitting = self.memory_filter.fitting(order, strategies, sizes)
             if len(fitting) < len(strategies):
-                self.refusals.layout(self._full(order, strategies), len(strategies) - len(fitting))
+                _count(self.refused_layouts, self._full(order, strategies), len(strategies) - len(fitting))
             if fitting:
                 bound = space.schedule_bound(totals, order, hop_s, self.cluster, self.spec.objective)
                 self._wait(SearchNode(self._bound(bound, order), next(self._numbers), order, None, fitting))
@@ -242,13 +230,13 @@ class BranchAndBound:
         runnable = []
         for strategy in strategies:
             if reasons := refusals(space.with_strategy(order, strategy)):
-                self.refusals.layout(LayoutProblem("unbuilt", reasons[0]))
+                _count(self.refused_layouts, LayoutProblem("unbuilt", reasons[0]))
             else:
                 runnable.append(strategy)
         return tuple(runnable)
 
     def _full(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> LayoutProblem:
-        if "memory" not in self.refusals.layouts:
+        if "memory" not in self.refused_layouts:
             for strategy in strategies:
                 layout = space.with_strategy(order, strategy)
                 footprint = memory(self.description, layout, self.cluster, self.global_batch)
