@@ -61,7 +61,7 @@ class RefusalCount:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search for the best layouts."""
+    """Best layouts of a search, and numbers of layouts that were rejected, estimated and skipped."""
 
     objective: str
     devices: int

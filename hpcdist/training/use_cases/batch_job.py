@@ -62,7 +62,7 @@ def plan_training(
     job_class: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the batch job that trains the recipe file ``path``. Raises HpcdistError if it cannot run."""
+    """Return the job that trains a recipe file with ``options`` of `hpcdist submit`. Raises HpcdistError."""
     site = site_search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
@@ -104,7 +104,7 @@ def plan_training(
 def plan_script(
     program: tuple[str, ...], options: Mapping[str, Any], job_class: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the batch job that runs the command line ``program`` on all ranks. Raises HpcdistError."""
+    """Return the job that runs a command line with ``options`` of `hpcdist submit`. Raises HpcdistError."""
     # The job gets the HPCDIST_SET__... variables of this process.
     site = site_search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
@@ -170,7 +170,7 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields that jobs of all types have, and notes for the user. Raises UsageError."""
+    """Return the fields that jobs of all types share, and notes for the user. Raises UsageError."""
     # The container comes from the site profile.
     launcher_options(options["mpi_args"])  # raise errors here, not on the node
     begin, notes = _carbon_begin(options)

@@ -45,7 +45,7 @@ class EnergyReportOptions:
 
 
 def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
-    """Return the energy figures of a run as JSON values, None if unknown. Raises HpcdistError."""
+    """Return the energy figures of a run as JSON values, with None for unknown values. Raises HpcdistError."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")

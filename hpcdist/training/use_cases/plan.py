@@ -140,7 +140,7 @@ def read_cluster(name_or_path: str | None) -> Cluster:
 def subject_from_options(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], cluster: Cluster
 ) -> PlanSubject:
-    """Return the model, layout and batch to plan. Raises UsageError or ConfigurationError."""
+    """Return the subject of `hpcdist plan` with ``options``. Raises UsageError or ConfigurationError."""
     given = given_values(overrides, options)
     subject = subject_of_values(path, overrides, options, given, cluster)
     for name in ("schedule", "chunks"):
@@ -155,7 +155,7 @@ def subject_from_options(
 def subject_of_values(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], given: GivenValues, cluster: Cluster
 ) -> PlanSubject:
-    """Return the model, layout and batch to plan, with hpcdist's kernels unless ``options`` name others."""
+    """Return the subject of a plan from the keys and layout fields ``given``. Errors as `subject_from_options`."""
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
     is_recipe = not (named or numbers)
