@@ -86,16 +86,11 @@ def _states(
     plain = _uncompressed(each, stage, replicas, is_served, servers, precision)
     if compression == "none":
         return plain
-    residual_bytes = _owed(compression, precision, replicas)
+    residual_bytes = FLOAT32 * (2.0 if precision in HALVES else 1.0)
+    if compression == "onebit":
+        residual_bytes = FLOAT32 + FLOAT32 / replicas
     rule = f"{plain.rule}, and {residual_bytes:.4g} for the residuals of {compression}"
     return plain._replace(optimizer=plain.optimizer + residual_bytes, rule=rule)
-
-
-def _owed(compression: str, precision: str, replicas: int) -> float:
-    # Bytes per parameter of error-feedback residuals.
-    if compression == "onebit":
-        return FLOAT32 + FLOAT32 / replicas
-    return FLOAT32 * (2 if precision in HALVES else 1)
 
 
 def _uncompressed(

@@ -97,8 +97,9 @@ def of_config(
         numbers = height * width * channels
         units = list(_convolutions(config, counted, channels))
     largest = max(product.columns * product.rows for unit in units for product in unit.products)
+    merged = tuple(replace(unit, count=len(list(copies))) for unit, copies in groupby(units))
     return ModelDescription(
-        name=config.kind, units=tuple(_merged(units)), tokens=1, width=largest, sample_bytes=STORED_BYTES * numbers
+        name=config.kind, units=merged, tokens=1, width=largest, sample_bytes=STORED_BYTES * numbers
     )
 
 
@@ -267,11 +268,6 @@ def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int
         kernels=3,
         counted=head,
     )
-
-
-def _merged(units: Sequence[ModelUnit]) -> Iterator[ModelUnit]:
-    for unit, copies in groupby(units):
-        yield replace(unit, count=len(list(copies)))
 
 
 def _positive(label: str, value: int) -> None:

@@ -163,7 +163,8 @@ def _rank_loads(steps: "StepTimeline", chunks: Sequence[StageLoad]) -> list[Stag
 
 def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster: Cluster, file: Path) -> None:
     """Save a plot of memory, step time and timeline of a plan as .png, .pdf or .svg ``file``."""
-    stages = _stages(timeline)
+    count = min(timeline.stages, _MOST_ROWS)
+    stages = sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
     heights = [1.0, 1.0, 0.7 + 0.28 * len(stages)]
     figure = plotting.check_plot(file).Figure(figsize=(12.0, 2.2 + sum(heights)), layout="constrained")
     windows = _windows(timeline)
@@ -209,11 +210,6 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
         axis.spines[side].set_visible(False)
     axis.tick_params(labelsize=8)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.15), fontsize=7, frameon=False, handlelength=1.0)
-
-
-def _stages(timeline: PlannedTimeline) -> list[int]:
-    count = min(timeline.stages, _MOST_ROWS)
-    return sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
 
 
 def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:
