@@ -37,7 +37,7 @@ def unseen(points: Path, where: str) -> list[Time]:
     """Return the sizes in a file of `hpcdist plan calibrate --points` that the fits have not used."""
     results = []
     for what, nbytes, seconds, borders in _series(points):
-        model = line_fits.fit_pieces(nbytes, seconds, always=borders)
+        model = line_fits.fit_pieces(nbytes, seconds, required_sizes=borders)
         times = dict(zip(nbytes.tolist(), seconds.tolist(), strict=True))
         results += [Time(where, what, "unseen", size, times[size], model.seconds(size)) for size in model.unseen_bytes]
     return results

@@ -14,7 +14,7 @@ from hpcdist.models import config as models_config
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate
-from hpcdist.planner.layout import OPTION_KEYS, ParallelLayout
+from hpcdist.planner.layout import OPTION_KEYS, ParallelLayout, divisors
 from hpcdist.planner.memory.activations import HALF_BYTES, context_share, itemsize
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import inner
@@ -27,7 +27,7 @@ from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
 class LayoutProblem(NamedTuple):
-    """Violation of a limit by a layout. ``limit``: short name of the limit. ``text``: message for the user."""
+    """Reason why a layout is impossible: name of the violated limit, and message for the user."""
 
     limit: str
     text: str
@@ -36,7 +36,7 @@ class LayoutProblem(NamedTuple):
 def grid_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield the problems of the parallel degrees of ``layout``, but not of its micro-batches and schedule. Local."""
+    """Yield the problems of the data, pipeline, tensor, context and expert parallel sizes of ``layout``."""
     yield from _devices(layout, cluster)
     yield from _tensor(description, layout)
     yield from _context(description, layout)
@@ -46,7 +46,7 @@ def grid_problems(
 
 
 def order_problems(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield problems of the schedule, the pipeline chunks and the micro-batches of ``layout``. Local."""
+    """Yield the problems of the pipeline schedule, the model chunks and the micro-batches of ``layout``."""
     if layout.chunks > 1:
         parts = layout.pipeline * layout.chunks
         yield from _layers(description, layout, parts, f" x chunks {layout.chunks} = {parts} parts")
@@ -98,7 +98,9 @@ def _tensor(description: ModelDescription, layout: ParallelLayout) -> Iterator[L
         ("kv heads", "heads of keys and values", shape.kv_heads),
     ):
         if size and size % ranks:
-            yield LayoutProblem(limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {_divisors(size)}")
+            yield LayoutProblem(
+                limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {[*divisors(size)]}"
+            )
     columns = inner(shape)
     published = layout.kernels.splits_evenly
     if shape.heads % ranks == 0 and (columns % ranks if published else columns < ranks):
@@ -161,7 +163,7 @@ def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, s
             yield LayoutProblem(
                 "layers",
                 f"{split} does not divide {layers} layers: {layers % parts} are left over; choose a product among "
-                f"{_divisors(layers)}",
+                f"{[*divisors(layers)]}",
             )
     elif description.stages < parts:
         yield LayoutProblem("layers", f"{split}: {description.stages} units are {parts - description.stages} too few")
@@ -254,10 +256,6 @@ def _left(size: int, ranks: int, name: str) -> str:
     return f"does not divide the {size} {name}: {size % ranks} are left over"
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
 GB: Final = 1e9
 # Sizes above these limits are typing errors; they would take hours to plan.
 MOST: Final = {**models_config.MOST, "context": models_config.MOST_CONTEXT}
@@ -267,7 +265,7 @@ MOST_DEVICES: Final = 10_000_000
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings if tensor ranks span several nodes, or if a faster precision is available. Local."""
+    """Return warnings about a possible but slow ``layout``, such as tensor ranks on several nodes."""
     texts, node = [], cluster.node.devices
     if layout.tensor > node:
         texts.append(
@@ -293,7 +291,7 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield all problems of ``layout`` except lack of memory. If values are invalid, yield only these. Local."""
+    """Yield all problems of ``layout`` except lack of memory."""
     invalid = tuple(LayoutProblem("value", text) for text in layout.invalid_fields())
     wrong = (*size_problems(description, layout.devices, global_batch), *invalid)
     if wrong:
@@ -304,7 +302,7 @@ def shape_problems(
 
 
 def size_problems(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield a problem if the model, the batch or the number of devices is outside the planner's limits. Local."""
+    """Yield a problem for each number (model size, batch, devices) that is outside the planner's limits."""
     for name, most in MOST.items() if description.shape else ():
         size = getattr(description.shape, name)
         if size > most:
@@ -320,7 +318,7 @@ def size_problems(description: ModelDescription, devices: int, global_batch: int
 
 
 def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutProblem | None:
-    """Return a problem if ``memory`` exceeds the device memory or ``limit_bytes`` (0: no limit), else None. Local."""
+    """Return a problem if ``memory`` exceeds the device memory or ``limit_bytes`` (0: no limit), else None."""
     limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
     if memory.bytes <= limit:
         return None
@@ -369,12 +367,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout`` as texts. () if the layout names another program."""
+    """Return the reasons why hpcdist cannot run ``layout``, or () if ``layout`` is for another program."""
     return () if layout.kernels.is_published else refusals(layout)
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout`` as texts, whatever program the layout names."""
+    """Return the reasons why hpcdist cannot run ``layout``, even if ``layout`` is for another program."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

@@ -39,7 +39,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """Estimated seconds of a training step. The times in ``terms`` add up to ``step_s``."""
+    """Estimated time of a training step in seconds."""
 
     # Computation: "forward", "backward", "recompute", "update" (optimizer). Communication that is not hidden: "tensor",
     # "context", "expert", "pipeline" (messages on these axes), "data" (gradients and parameters), "rows" (gradients of
@@ -61,30 +61,26 @@ class TimeEstimate:
 
     @property
     def modelled_s(self) -> float:
-        """Seconds of a step by the formulas alone, without the terms that adapt it to published measurements."""
+        """Seconds of a step by the formulas alone, without adjustment to published measurements."""
         return sum(seconds for name, seconds in self.terms.items() if name not in (CORRECTION, UNPROVEN))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopEstimate:
-    """FLOPs of a step on all devices.
+    """FLOPs of a training step on all devices, with or without recomputation and masked query-key pairs."""
 
-    ``model_flops``: forward and backward. ``hardware_flops``: also recomputation. ``exact_flops``: ``model_flops``
-    without masked query-key pairs. ``executed_flops``: ``hardware_flops`` without masked pairs that kernels skip.
-    """
-
-    model_flops: float
-    hardware_flops: float
-    exact_flops: float
-    executed_flops: float
+    model_flops: float  # forward and backward
+    hardware_flops: float  # also recomputation
+    exact_flops: float  # ``model_flops`` without masked query-key pairs
+    executed_flops: float  # ``hardware_flops`` without masked pairs that kernels skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnergy:
-    """Energy of a step in joules by consumer: "devices", "hosts", "network", "cooling" (computed from the PUE)."""
+    """Energy of a training step on all nodes."""
 
-    terms: Mapping[str, float]
-    device_w: float
+    terms: Mapping[str, float]  # joules of "devices", "hosts", "network" and "cooling"
+    device_w: float  # mean power of a device
 
     @property
     def joules(self) -> float:
@@ -94,7 +90,7 @@ class StepEnergy:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """Expected time, energy and price of a training with checkpoints and failures. A value None is unknown."""
+    """Expected time, energy and price of a training run with checkpoints and failures. None: unknown."""
 
     steps: int
     work_s: float
@@ -112,7 +108,7 @@ class RunEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate:
-    """Estimate of one layout. ``flags``: warnings about extrapolations, assumptions, and unsupported features."""
+    """Estimated memory, time, FLOPs, energy and price of a training with one layout."""
 
     layout: ParallelLayout
     global_batch: int
@@ -125,7 +121,7 @@ class PlanEstimate:
     run: RunEstimate
     peak_flops: float  # of all computing devices
     step_range_s: tuple[float, float] | None = None  # minimum and maximum step time, if the step is corrected
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # warnings about extrapolations, assumptions and unsupported features
 
     @property
     def step_s(self) -> float:
@@ -134,12 +130,12 @@ class PlanEstimate:
 
     @property
     def modelled_mfu(self) -> float:
-        """MFU by the formulas alone, before times are increased to match published measurements."""
+        """MFU by the formulas alone, without adjustment to published measurements."""
         return self.work.model_flops / (self.timing.modelled_s * self.peak_flops)
 
     @property
     def is_capped(self) -> bool:
-        """Whether the planned MFU was reduced to the best published MFU on devices of this type."""
+        """Whether the planned MFU was lowered to the best MFU published for such devices."""
         return UNPROVEN in self.timing.terms
 
     @property
@@ -149,7 +145,7 @@ class PlanEstimate:
 
     @property
     def exact_mfu(self) -> float:
-        """MFU if only the visible query-key pairs of attention count: with a causal mask, about half of all pairs."""
+        """MFU that counts only the query-key pairs that the attention mask leaves visible."""
         return self.work.exact_flops / (self.step_s * self.peak_flops)
 
     @property
@@ -159,5 +155,5 @@ class PlanEstimate:
 
     @property
     def exact_hfu(self) -> float:
-        """HFU without the FLOPs of masked query-key pairs that the attention kernels skip; `hfu` counts them."""
+        """HFU without the FLOPs of masked query-key pairs that attention kernels skip."""
         return self.work.executed_flops / (self.step_s * self.peak_flops)

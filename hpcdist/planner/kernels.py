@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 
 
 class Kernels:
-    """Assumptions about a training program: kernels, memory, overlap and features. The defaults describe hpcdist."""
+    """Assumptions about the kernels, memory, overlap and features of a training program, by default hpcdist."""
 
     name: ClassVar[str] = "hpcdist"
     is_published: ClassVar[bool] = False  # compared with published trainings, and not run by hpcdist
@@ -41,13 +41,9 @@ class Kernels:
     sums_tied_in_pair: ClassVar[bool] = True  # both ranks of a tied tensor send their stored gradient in turn
     blocks_on_messages: ClassVar[bool] = False  # a pipeline rank cannot compute until its messages are complete
 
-    def update_bytes(self, step: int, gradient: int, *, is_narrow: bool) -> int:
-        """Return the memory traffic in bytes per parameter for the gradient norm and the optimizer update.
-
-        ``step``: traffic of the optimizer alone. ``gradient``: bytes of a gradient. The keyword ``is_narrow``: True for
-        16-bit gradients.
-        """
-        return 2 * gradient + step
+    def update_bytes(self, optimizer_bytes: int, gradient_bytes: int, *, is_narrow: bool) -> int:
+        """Return the memory traffic of gradient norm and optimizer update, in bytes per parameter."""
+        return 2 * gradient_bytes + optimizer_bytes
 
 
 class Megatron(Kernels):
@@ -80,10 +76,10 @@ class Megatron(Kernels):
     sums_tied_in_pair = False
     blocks_on_messages = True
 
-    def update_bytes(self, step: int, gradient: int, *, is_narrow: bool) -> int:
+    def update_bytes(self, optimizer_bytes: int, gradient_bytes: int, *, is_narrow: bool) -> int:
         # Copy 16-bit gradients to float32 (6), unscale and check (8), norm (4), clip (8), read (4), step, zero.
         copied = 6 if is_narrow else 0
-        return copied + 2 * 4 + 4 + 2 * 4 + 4 + step + gradient
+        return copied + 2 * 4 + 4 + 2 * 4 + 4 + optimizer_bytes + gradient_bytes
 
 
 KERNELS: Final[dict[str, Kernels]] = {kernels.name: kernels for kernels in (Kernels(), Megatron())}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from hpcdist.constants import HALVES, PRECISIONS
@@ -36,10 +37,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Parallel axes, schedule and precision of a training, and the program that trains.
-
-    A training uses data x pipeline x tensor x context devices, plus ``servers`` parameter servers.
-    """
+    """Parallel sizes, schedule and precision of a training, and the program that trains."""
 
     data: int = 1
     pipeline: int = 1
@@ -47,7 +45,7 @@ class ParallelLayout:
     context: int = 1
     expert: int = 1  # consecutive ranks, on the data and context axes, that shard the experts
     strategy: str = "allreduce"
-    servers: int = 0
+    servers: int = 0  # dedicated parameter servers, in addition to all other devices
     microbatch: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
@@ -66,7 +64,7 @@ class ParallelLayout:
     gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
-        """Return a copy with other values of the fields that the keyword arguments name. Local."""
+        """Return a copy of the layout with the fields that the keyword arguments set."""
         layout = object.__new__(ParallelLayout)  # faster than `dataclasses.replace`
         layout.__dict__.update(self.__dict__, **changed)
         if len(layout.__dict__) > len(self.__dict__):
@@ -78,12 +76,12 @@ class ParallelLayout:
 
     @property
     def kernels(self) -> Kernels:
-        """`Kernels` of the program that the field ``implementation`` names."""
+        """`Kernels` of the program that trains."""
         return KERNELS[self.implementation]
 
     @property
     def channels(self) -> bool:
-        """Whether the modelled collectives use all links of a node at once, as NCCL does and MPI does not."""
+        """Whether a collective uses all links of a node at once, as with NCCL but not with MPI."""
         return self.library == "nccl" if self.library else self.kernels.library == "nccl"
 
     @property
@@ -93,12 +91,12 @@ class ParallelLayout:
 
     @property
     def devices(self) -> int:
-        """Number of devices, including servers."""
+        """Number of devices: data x pipeline x tensor x context, plus parameter servers."""
         return self.data * self.pipeline * self.tensor * self.context + self.servers
 
     @property
     def options(self) -> list[str]:
-        """Texts that describe the enabled options, without degrees, strategy and schedule."""
+        """Texts for the enabled options, such as "full recomputation"."""
         words = {
             f"experts / {self.expert}": self.expert > 1,
             f"{self.recompute} recomputation": self.recompute != "none",
@@ -108,7 +106,7 @@ class ParallelLayout:
         return [text for text, is_so in words.items() if is_so]
 
     def invalid_fields(self) -> Iterator[str]:
-        """Yield an error text for each field that is invalid for any model and cluster."""
+        """Yield an error message for each field with an invalid value."""
         for names, least in ((_DEGREES, 1), (_COUNTS, 0)):
             for name in names:
                 if (value := getattr(self, name)) < least:
@@ -126,6 +124,13 @@ class ParallelLayout:
     def microbatches(self, global_batch: int) -> int:
         """Return the number of micro-batches per replica and step. The last micro-batch may be smaller."""
         return -(-global_batch // (self.data * self.microbatch))
+
+
+@lru_cache(maxsize=65536)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of ``number`` in ascending order."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
 # Option of `hpcdist plan` -> recipe key that it sets. --context is an option of the model.

@@ -16,6 +16,7 @@ The other values are assumptions, consistent with arXiv:2308.12908.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -71,10 +72,7 @@ def plan(
     limit_bytes: float = 0.0,  # limit up to which gradient buckets grow; 0: the device memory
     flow: MicrobatchFlow | None = None,  # micro-batch times of this layout, if computed already
 ) -> PlanEstimate:
-    """Return the time, memory and energy estimate of ``steps`` steps of ``global_batch`` samples. Local.
-
-    Raises ConfigurationError if the device has no peak FLOP rate for the precision.
-    """
+    """Estimate memory, time and energy of a training. Raises ConfigurationError for an unsupported precision."""
     # The caller must check that the layout is possible. The memory estimate may exceed the device memory.
     footprint = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
@@ -83,7 +81,13 @@ def plan(
     flops = step_flops(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     least = least_s(flops, layout, cluster)
-    times = _capped(_corrected(times, layout, cluster), least)
+    step_range_s = None
+    if is_known_too_fast(layout, cluster):
+        fastest, median, slowest = ZERO3_RATIOS
+        step_range_s = max(least, fastest * times.modelled_s), max(least, slowest * times.modelled_s)
+        times = replace(times, terms={**times.terms, CORRECTION: (median - 1) * times.modelled_s})
+    if times.step_s < least:
+        times = replace(times, terms={**times.terms, UNPROVEN: least - times.step_s}, least_s=least)
     joules = energy(times, layout, cluster, peak_share(flops, times, peak_flops))
     mfu = flops.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
     return PlanEstimate(
@@ -97,13 +101,12 @@ def plan(
         energy=joules,
         run=run(steps, times.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
-        step_range_s=_step_range_s(times, least, layout, cluster),
+        step_range_s=step_range_s,
         flags=(
             *times.flags,
             *_narrow(footprint, times, layout),
             *_all_pairs(description, layout),
-            *_unproven(layout, cluster, mfu),
-            *_errors(times, layout, cluster, flops.model_flops / (times.modelled_s * peak_flops)),
+            *_unproven(times, layout, cluster, mfu, flops.model_flops / (times.modelled_s * peak_flops)),
             *flags(layout, cluster),
             *unsupported(layout),
             *unknown_terms(cluster),
@@ -111,36 +114,16 @@ def plan(
     )
 
 
-def _step_range_s(
-    times: TimeEstimate, least: float, layout: ParallelLayout, cluster: Cluster
-) -> tuple[float, float] | None:
-    if not is_known_too_fast(layout, cluster):
-        return None
-    fewest, _, most = (max(least, ratio * times.modelled_s) for ratio in ZERO3_RATIOS)
-    return fewest, most
-
-
-def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
-    if not is_known_too_fast(layout, cluster):
-        return times
-    return replace(times, terms={**times.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * times.modelled_s})
-
-
 def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the step time in s at the MFU limit of ``cluster``, or 0 without a limit. ``flops``: FLOPs of a step."""
+    """Return the step time in s at the MFU limit of ``cluster``, or 0 if there is no limit."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     return flops.model_flops / (cluster.most_mfu * peak_flops)
 
 
-def _capped(times: TimeEstimate, least: float) -> TimeEstimate:
-    missing = least - times.step_s
-    return replace(times, terms={**times.terms, UNPROVEN: missing}, least_s=least) if missing > 0 else times
-
-
 def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
-    """Return the peak FLOP/s of a device in the precision of ``layout``'s matrix products."""
+    """Return the peak FLOP/s of a device in the precision of its matrix products."""
     peaks = cluster.device.peak_flops
     if layout.computes_in not in peaks:
         raise ConfigurationError(
@@ -150,36 +133,31 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
     return peaks[layout.computes_in]
 
 
-def peak_share(flops: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
-    """Return the fraction of the peak FLOP rate that the devices reach while they compute. Local.
-
-    ``flops``: FLOPs of a step. ``times``: seconds by phase. ``peak_flops``: peak FLOP/s of all devices together.
-    """
+def peak_share(flops: FlopEstimate, times: TimeEstimate | MicrobatchFlow, total_peak_flops: float) -> float:
+    """Return the fraction of the peak FLOP rate that the devices reach while they compute."""
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
-    return min(1.0, flops.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
+    return min(1.0, flops.executed_flops / (computing_s * total_peak_flops)) if computing_s else 0.0
 
 
 def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the checkpoint size in bytes. Parameters are saved in float32 or wider, with the optimizer state."""
+    """Return the size of a checkpoint in bytes."""
     whole = unsharded(layout)
     is_half = whole.parameter < 4  # then the optimizer has the float32 master, and the 16-bit copy is not saved
     return description.parameters * float(whole.optimizer + (0 if is_half else whole.parameter))
 
 
-def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayout) -> tuple[str, ...]:
-    flags = []
+def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayout) -> Iterator[str]:
     if FULL * footprint.limit_bytes < footprint.bytes <= footprint.limit_bytes:
-        flags.append(
+        yield (
             f"memory is {footprint.bytes / footprint.limit_bytes:.1%} full: an allocator that leaves cracks "
             "(fragmentation), or a larger batch in evaluation, may exceed it"
         )
     without_s = times.step_s + times.hidden_s
     if times.hidden_s > HIDDEN * times.step_s:
-        flags.append(
+        yield (
             f"{times.hidden_s / without_s:.0%} of {without_s:.3g} s are messages that hide during computation "
             f"(overlap = {layout.overlap:g}); without overlap a step takes {without_s:.3g} s"
         )
-    return tuple(flags)
 
 
 def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[str, ...]:
@@ -191,51 +169,40 @@ def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[s
     return (f"{what}; use --implementation hpcdist for tiled attention",)
 
 
-def _unproven(layout: ParallelLayout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
+def _unproven(
+    times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, mfu: float, modelled_mfu: float
+) -> Iterator[str]:
     if cluster.calibrated:
-        return ()
-    flags = []
+        return
     if not layout.kernels.is_published:
-        flags.append(
+        yield (
             "estimates were compared only with published trainings of the implementation 'megatron', not with hpcdist "
             f"on {cluster.device.name}"
         )
     if mfu > CHECKED_MFU and not cluster.most_mfu:
-        flags.append(
-            f"an MFU of {mfu:.0%} is more than {CHECKED_MFU:.0%}, the best training that estimates were compared with"
-        )
-    return tuple(flags)
-
-
-def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, modelled_mfu: float) -> tuple[str, ...]:
-    flags = []
+        yield f"an MFU of {mfu:.0%} is more than {CHECKED_MFU:.0%}, the best training that estimates were compared with"
     if UNPROVEN in times.terms:
-        flags.append(
+        yield (
             f"MFU is limited to {cluster.most_mfu:.1%}, the best published training on such devices: the formulas give "
             f"{modelled_mfu:.1%}, which was never measured; `hpcdist plan calibrate` measures your cluster"
         )
     if is_known_too_fast(layout, cluster):
         least, median, most = ZERO3_RATIOS
-        flags.append(
+        yield (
             f"ZeRO-3: published steps took {least:g} to {most:g} times as long as the formulas give; the step, its "
             f"throughput, energy and price are computed with the median, {median:g}"
         )
-    return tuple(flags)
 
 
 def is_known_too_fast(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True for ZeRO-3 on an uncalibrated cluster: published steps took longer than the formulas give."""
+    """Return True if the formulas underestimate the step time: for ZeRO-3 on an uncalibrated cluster."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
 def run(
     steps: int, step_s: float, energy: StepEnergy, checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster
 ) -> RunEstimate:
-    """Return the expected time, energy and price of a run of ``steps`` steps, with checkpoints and failures.
-
-    ``step_s``, ``energy``: seconds and joules of one step. ``checkpoint_bytes``: size of a checkpoint. Raises
-    UsageError if ``steps`` < 1.
-    """
+    """Return the expected time, energy and price of ``steps`` steps. Raises UsageError if ``steps`` < 1."""
     if steps < 1:
         raise UsageError(f"run.steps must be at least 1, got {steps}")
     mtbf, save = mtbf_s(layout, cluster), save_s(checkpoint_bytes, layout, cluster)
@@ -251,8 +218,10 @@ def run(
         slowdown = math.inf
     wall_s = work_s * slowdown
     failures = wall_s / mtbf
-    waiting_s = steps / between * save + failures * restart
-    joules = _joules(wall_s, min(wall_s, waiting_s), energy.joules / step_s, waiting_w(layout, cluster))
+    waiting_s = min(wall_s, steps / between * save + failures * restart)
+    joules = math.inf
+    if math.isfinite(wall_s):
+        joules = (wall_s - waiting_s) * (energy.joules / step_s) + waiting_s * waiting_w(layout, cluster)
     site = cluster.site
     has_power = cluster.device.peak_w > 0
     carbon = site.carbon_g_per_kwh
@@ -273,27 +242,21 @@ def run(
 
 
 def mtbf_s(layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the mean time in s between failures that end a job of ``layout``."""
+    """Return the mean time in s between node failures that end the job."""
     return cluster.failures.node_mtbf_s / nodes_of(layout, cluster)
 
 
 def save_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s to write a checkpoint from all nodes of ``layout`` in parallel."""
+    """Return the time in s in which all nodes write a checkpoint in parallel."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     return checkpoint_bytes / min(storage.write_bytes_per_s, nodes * storage.node_write_bytes_per_s)
 
 
 def restart_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s from a failure to the next step: the cluster's restart time, and reading the checkpoint."""
+    """Return the time in s from a failure to the next step, including the reading of the checkpoint."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     reading_s = checkpoint_bytes / min(storage.read_bytes_per_s, nodes * storage.node_read_bytes_per_s)
     return cluster.failures.restart_s + reading_s
-
-
-def _joules(wall_s: float, waiting_s: float, computing_w: float, waiting_power_w: float) -> float:
-    if math.isinf(wall_s):
-        return math.inf
-    return (wall_s - waiting_s) * computing_w + waiting_s * waiting_power_w
 
 
 def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster: Cluster) -> float | None:
@@ -307,10 +270,7 @@ def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster:
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the energy of a training step on all nodes, in joules, by devices, hosts, network and cooling.
-
-    ``timing``: estimated step time. ``peak_share``: fraction of the peak FLOP rate that computing devices reach.
-    """
+    """Return the energy of a training step on all nodes, by consumer such as devices and cooling."""
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
     for name, seconds in timing.terms.items():
@@ -333,22 +293,22 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
     return StepEnergy(terms=terms, device_w=worker_j / step_s if step_s else 0.0)
 
 
-def utilisation(term: str, peak_share: float) -> float:
-    """Return a device's utilisation (0 to 1) in step phase ``term``. ``peak_share``: achieved / peak FLOP rate."""
-    if term in COMPUTING:
+def utilisation(phase: str, peak_share: float) -> float:
+    """Return the utilisation of a device, 0 to 1, in a ``phase`` of a step, such as "update"."""
+    if phase in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
-    if term in ("update", UNPROVEN):
+    if phase in ("update", UNPROVEN):
         return MEMORY_UTILISATION
-    return MESSAGE_UTILISATION if term in SENDING else WAITING_UTILISATION
+    return MESSAGE_UTILISATION if phase in SENDING else WAITING_UTILISATION
 
 
-def power_w(device: Device, busy: float) -> float:
-    """Return the power of ``device`` in W at utilisation ``busy`` (0: idle power, 1: peak power)."""
-    return device.idle_w + (device.peak_w - device.idle_w) * busy
+def power_w(device: Device, utilisation: float) -> float:
+    """Return the power of ``device`` in W at ``utilisation`` (0: idle power, 1: peak power)."""
+    return device.idle_w + (device.peak_w - device.idle_w) * utilisation
 
 
 def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the power in W of all nodes of ``layout``, with cooling, during a checkpoint or restart."""
+    """Return the power in W of all nodes, with cooling, during a checkpoint or restart."""
     nodes, site = nodes_of(layout, cluster), cluster.site
     devices_w = (
         devices_held(layout, cluster) * power_w(cluster.device, WAITING_UTILISATION) if cluster.device.peak_w else 0.0
@@ -362,12 +322,12 @@ def nodes_of(layout: ParallelLayout, cluster: Cluster) -> int:
 
 
 def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
-    """Return the number of devices on the nodes that ``layout`` needs, including unused devices."""
+    """Return the number of devices on the nodes of ``layout``, including unused devices."""
     return max(layout.devices, min(cluster.devices, nodes_of(layout, cluster) * cluster.node.devices))
 
 
 def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings about energy terms that are unknown on ``cluster`` or assumed."""
+    """Return warnings about energy terms of ``cluster`` that are unknown or assumed."""
     terms = (
         (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
         (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),

@@ -116,12 +116,7 @@ def command(
 def write_files(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
-    """Fit a cluster to the measurements ``measured``, and write the cluster file ``output``. Local.
-
-    ``points``: HDF5 file for the measurements, or None. ``base``: cluster with the values that are not measured.
-    ``name``: name of the new cluster. ``origin``: provenance to store with the measurements. Raises StorageError, and
-    UsageError or ConfigurationError if the fit fails.
-    """
+    """Fit a cluster to measurements, and write the cluster file ``output``. Raises HpcdistError."""
     # ``points`` None: write the measurements only if the fit fails, next to ``output``.
     import tomllib
 
@@ -149,7 +144,7 @@ def write_files(
 
 
 def planner_measurements(points: "CalibrationPoints") -> "ClusterMeasurements":
-    """Convert the measurements ``points`` to the input of the planner's cluster fit. Local."""
+    """Convert measurements to the input of the planner's cluster fit."""
     from datetime import UTC, datetime
 
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
@@ -177,7 +172,7 @@ def planner_measurements(points: "CalibrationPoints") -> "ClusterMeasurements":
 
 
 def planner_step(point: "ModelPoint") -> Any:
-    """Convert a measured training step of a model to the input of the planner's device fit. Local."""
+    """Convert the measured training step of a model to the input of the planner's device fit."""
     from hpcdist.planner.calibrate.device_fits import MeasuredStep
     from hpcdist.planner.model import transformer
 

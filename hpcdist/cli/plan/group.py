@@ -123,7 +123,6 @@ class PlanGroup(LazyGroup):
         return click.Command.collect_usage_pieces(self, ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by section, then the sub-commands."""
         SectionedCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]
         self.format_commands(ctx, formatter)
 
@@ -182,10 +181,7 @@ def command(
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
-    """Draw the memory use and the step timeline of the plan ``answer`` of ``subject`` (model and layout) to ``file``.
-
-    Raises MissingCapabilityError without matplotlib, StorageError if writing fails, UsageError for an unknown format.
-    """
+    """Draw memory use and step timeline of a plan to ``file``. Raises HpcdistError."""
     from hpcdist.planner.report import plot
     from hpcdist.planner.report.plot import timeline
 

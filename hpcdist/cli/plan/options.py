@@ -69,11 +69,11 @@ TOKENS: Final = Parsed("tokens", partial(parse_size, noun="tokens"))  # 4096, 32
 
 
 class PlanOption(NamedTuple):
-    """Option of `hpcdist plan`. ``kind``: click type, choices, or None for a flag. ``text``: help text."""
+    """Command-line option of `hpcdist plan`."""
 
     flags: str
-    kind: click.ParamType | tuple[str, ...] | None
-    text: str
+    kind: click.ParamType | tuple[str, ...] | None  # click type, choices, or None for a flag
+    text: str  # help text
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class PlanOption(NamedTuple):
         return self.flags.partition("/")[0].removeprefix("--").replace("-", "_")
 
     def with_default(self, default: str) -> "PlanOption":
-        """Return a copy of this option with ``default`` in its help text. The default value itself does not change."""
+        """Return a copy of this option with ``default`` in its help text."""
         return self._replace(text=f"{self.text.partition('  [default')[0]}  [default: {default}]")
 
     def decorator(self, section: str, *, hidden: bool = False) -> Decorator:

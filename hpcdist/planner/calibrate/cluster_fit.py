@@ -25,24 +25,21 @@ _KEPT: Final = ("storage", "failures", "site")
 
 @dataclass(frozen=True, kw_only=True)
 class TimingSeries:
-    """Measured times of a message or collective by message size, ``nbytes``.
-
-    ``seconds``: times while all ranks communicate. ``alone_s``: times without concurrent communication, if measured.
-    """
+    """Measured times of a message or collective for several message sizes."""
 
     operation: str
     algorithm: str
     level: str
     ranks: int
-    nbytes: tuple[float, ...]
-    seconds: tuple[float, ...]
-    alone_s: tuple[float, ...] = ()
+    nbytes: tuple[float, ...]  # message sizes
+    seconds: tuple[float, ...]  # while all ranks communicate
+    alone_s: tuple[float, ...] = ()  # while no other ranks communicate; (): not measured
     borders: tuple[float, ...] = ()  # sizes measured to locate a protocol change of the library
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMeasurements:
-    """Measurements of a cluster. ``moves``: (bytes, seconds) of each measured memory copy."""
+    """Measured speed and memory of devices, and measured times of messages and collectives."""
 
     date: str
     device: str
@@ -52,7 +49,7 @@ class ClusterMeasurements:
     memory_bytes: float
     host_memory_bytes: float
     products: Mapping[str, Sequence[MeasuredProduct]]
-    moves: Sequence[tuple[float, float]]
+    moves: Sequence[tuple[float, float]]  # (bytes, seconds) of each measured memory copy
     steps: Sequence[MeasuredStep]
     series: Sequence[TimingSeries]
     by: str = ""  # libraries and settings
@@ -61,17 +58,14 @@ class ClusterMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedCluster:
-    """Cluster with fitted constants. ``lines``: text for the user, one line per fit."""
+    """Cluster with constants that are fitted to measurements."""
 
     cluster: Cluster
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # texts for the user, one line per fit
 
 
 def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> CalibratedCluster:
-    """Return a new cluster ``name`` with constants fitted to ``measurements``. Local.
-
-    Unmeasured values come from the cluster ``base``. Raises UsageError for too few measurements.
-    """
+    """Return a cluster fitted to ``measurements``, with ``base`` for unmeasured values. Raises UsageError."""
     lines: list[str] = []
     device = _device(base, measurements, lines)
     fits, levels, remarks = _links(base, measurements, lines)
@@ -152,7 +146,7 @@ def _links(
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []
     for series in measurements.series:
-        pieces = line_fits.fit_pieces(series.nbytes, series.seconds, always=series.borders)
+        pieces = line_fits.fit_pieces(series.nbytes, series.seconds, required_sizes=series.borders)
         fits.append(_fit(series, pieces))
         first, last = format_bytes(int(pieces.from_bytes)), format_bytes(int(pieces.until_bytes[-1]))
         label = series.operation if series.operation == MESSAGE else f"{series.algorithm} {series.operation}"

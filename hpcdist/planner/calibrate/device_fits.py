@@ -32,7 +32,7 @@ LEAST_SIZES: Final = 3
 
 
 class MeasuredProduct(NamedTuple):
-    """Measured matrix product of shapes (m, k) and (k, n), which took ``seconds``."""
+    """Measured time of the product of an (m, k) matrix and a (k, n) matrix."""
 
     m: int
     k: int
@@ -52,32 +52,26 @@ class MeasuredProduct(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCurve:
-    """Efficiency curve and peak FLOP rate of a device, fitted to measured matrix products.
-
-    ``unseen``: measured products that were not used for the fit. ``errors``: relative errors of their predicted times.
-    """
+    """Peak FLOP rate and efficiency curve of a device, fitted to measured matrix products."""
 
     peak_flops: float
     curve: EfficiencyCurve
-    unseen: tuple[MeasuredProduct, ...]
-    errors: tuple[float, ...]
+    unseen: tuple[MeasuredProduct, ...]  # products that the fit did not use
+    errors: tuple[float, ...]  # relative errors of the predicted times of ``unseen``
 
     @property
     def error(self) -> float:
-        """Median absolute relative error at the products not used for the fit, or NaN without such products."""
+        """Median absolute relative error of products that the fit did not use, or NaN if there are none."""
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
 def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
-    """Return the time in s that the fitted curve predicts for the matrix product ``product``."""
+    """Return the time of ``product`` in seconds that the fitted curve predicts."""
     return product.flops / (fitted.peak_flops * peak_share_of(fitted.curve, product.size)[0])
 
 
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
-    """Fit the efficiency (FLOP rate / peak rate) of matrix products of one dtype, as a function of size.
-
-    Raises UsageError for fewer than `LEAST_SIZES` different sizes.
-    """
+    """Fit the efficiency of matrix products as a function of size. Raises UsageError for too few sizes."""
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
     if bad is not None:
@@ -133,7 +127,7 @@ PRECISION: Final = "float32"  # of the measured steps
 
 
 class MeasuredStep(NamedTuple):
-    """Measured (forward, backward) seconds of each type of operation, for a batch of ``samples`` samples."""
+    """Measured (forward, backward) seconds of a training step, by type of operation."""
 
     description: ModelDescription
     samples: int
@@ -149,24 +143,21 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted fractions of memory bandwidth and peak FLOP rate that a device reaches, and seconds per kernel.
-
-    ``errors``: relative errors of the predicted times of steps that were not used for the fit.
-    """
+    """Fitted fractions of memory bandwidth and peak FLOP rate that a device reaches, and time per kernel."""
 
     memory_share: float
     attention_share: float
     kernel_s: float
-    errors: tuple[float, ...]
+    errors: tuple[float, ...]  # relative errors of the predicted times of steps that the fit did not use
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error of the steps that were not used for the fit, or NaN without such steps."""
+        """Largest absolute relative error of the predicted step times, or NaN if there are none."""
         return max(map(abs, self.errors), default=math.nan)
 
 
 def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
-    """Fit the fractions and the kernel time of a `FittedShares` to ``steps``. Raises UsageError for too few steps."""
+    """Fit the usable bandwidth and FLOP rate of a device to ``steps``. Raises UsageError for too few steps."""
     if len(steps) < LEAST_STEPS:
         raise UsageError(
             f"fitting memory_share and attention_share of the device needs at least {LEAST_STEPS} measured steps, got "
@@ -182,7 +173,7 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
 
 
 def predicted_s(step: MeasuredStep, cluster: Cluster) -> float:
-    """Return the predicted total seconds of forward and backward for the model and batch of ``step``. Local."""
+    """Return the predicted seconds of forward and backward of ``step``."""
     layout = ParallelLayout(microbatch=step.samples, precision=PRECISION)
     times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
     return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)

@@ -25,50 +25,46 @@ LEAST_SIZES: Final = 5
 
 
 class FittedLine(NamedTuple):
-    """Fitted time of an operation: seconds = ``latency_s`` + ``s_per_byte`` * bytes."""
+    """Linear model of an operation's time: seconds = ``latency_s`` + ``s_per_byte`` * bytes."""
 
     latency_s: float
     s_per_byte: float
 
     def at(self, nbytes: float) -> float:
-        """Return the fitted time in s for ``nbytes`` bytes."""
+        """Return the fitted time in seconds for a message of ``nbytes`` bytes."""
         return self.latency_s + self.s_per_byte * nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedPieces:
-    """Fitted lines, one for each range of message sizes: ``lines[i]`` is for sizes up to ``until_bytes[i]``.
-
-    ``errors``: relative errors at ``unseen_bytes``, the sizes that the fit left out.
-    """
+    """Piecewise linear model of an operation's time, with one line per range of message sizes."""
 
     from_bytes: float
-    until_bytes: tuple[float, ...]
-    lines: tuple[FittedLine, ...]
-    unseen_bytes: tuple[float, ...] = ()
-    errors: tuple[float, ...] = ()
+    until_bytes: tuple[float, ...]  # largest size of each range
+    lines: tuple[FittedLine, ...]  # one line per range
+    unseen_bytes: tuple[float, ...] = ()  # sizes that the fit did not use
+    errors: tuple[float, ...] = ()  # relative errors at ``unseen_bytes``
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error at the sizes left out of the fit, or NaN if all were fitted."""
+        """Largest absolute relative error at sizes that the fit did not use, or NaN if there are none."""
         return max((abs(error) for error in self.errors), default=math.nan)
 
     def seconds(self, nbytes: float) -> float:
-        """Return the fitted time in s for ``nbytes`` bytes. Outside all size ranges, the nearest line is used."""
+        """Return the fitted seconds for ``nbytes`` bytes. Outside all ranges, the nearest line is used."""
         for limit, line in zip(self.until_bytes, self.lines, strict=True):
             if nbytes <= limit:
                 return line.at(nbytes)
         return self.lines[-1].at(nbytes)
 
 
-def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
-    """Fit a piecewise linear function of the message size to the message times ``seconds``.
-
-    ``always``: sizes in bytes that must be fitted. Raises UsageError for invalid data.
-    """
+def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], required_sizes: Sequence[float] = ()) -> FittedPieces:
+    """Fit message times by a piecewise linear function of message size. Raises UsageError for invalid data."""
     sizes, times = _medians(nbytes, seconds)
     # Every second size is left out, to measure the error of the fit. The largest size is always fitted.
-    fitted = _fitted(np.isin(sizes, always))
+    is_required = np.isin(sizes, required_sizes)
+    others = np.flatnonzero(~is_required)
+    fitted = np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(is_required)]))
     rest = np.setdiff1d(np.arange(len(sizes)), fitted)
     pieces = _best(sizes[fitted], times[fitted])
     errors = [pieces.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
@@ -103,11 +99,6 @@ def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndar
     return sizes, np.array([np.median(time[size == value]) for value in sizes])
 
 
-def _fitted(always: np.ndarray) -> np.ndarray:
-    others = np.flatnonzero(~always)
-    return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
-
-
 def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
     count = len(sizes)
     cache: dict[tuple[int, int], tuple[FittedLine, float]] = {}
@@ -122,7 +113,10 @@ def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
     least = [[(piece(0, i)[1] if i >= LEAST_POINTS else math.inf, 0) for i in range(count + 1)]]
     for _ in range(1, min(MOST_PIECES, count // LEAST_POINTS)):
         least.append([_cheapest(least[-1], i, piece) for i in range(count + 1)])
-    scores = [_criterion(row[count][0], count, number + 1) for number, row in enumerate(least)]
+    scores = [
+        count * math.log(max(row[count][0] / count, FLOOR)) + (3 * lines - 1) * math.log(count)
+        for lines, row in enumerate(least, 1)
+    ]
     cuts, last = [count], count  # from the last piece back to the first
     for row in least[int(np.argmin(scores)) :: -1]:
         last = row[last][1]
@@ -140,12 +134,8 @@ def _cheapest(
     return min(candidates, default=(math.inf, 0))
 
 
-def _criterion(loss: float, points: int, lines: int) -> float:
-    return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
-
-
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Fit a line to ``times`` against ``sizes``. Return the line and its Huber loss of relative errors. Local."""
+    """Return the line fitted to ``times`` by size, and the Huber loss of its relative errors."""
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
     # Iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Intercept and slope are at least 0.

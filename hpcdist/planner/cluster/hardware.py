@@ -71,10 +71,7 @@ _BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bit
 
 
 def parse(text: str, dimension: str) -> float:
-    """Parse a quantity such as "80 GiB" into its base unit, such as bytes or s.
-
-    ``dimension``: a key of `UNITS`, such as "time". Raises ConfigurationError for an invalid number or unit.
-    """
+    """Return ``text``, such as "5 us", in base units of a ``dimension``, such as "time". Raises ConfigurationError."""
     units = UNITS[dimension]
     example = f"{_NAMES[dimension]} such as {EXAMPLES[dimension]}"
     match = _QUANTITY.fullmatch(text)
@@ -94,7 +91,7 @@ def parse(text: str, dimension: str) -> float:
 
 
 def text(value: float, dimension: str) -> str:
-    """Format ``value`` (finite, in base units) as the shortest text that `parse` reads. ``dimension``: see `parse`."""
+    """Format ``value`` of a ``dimension``, such as "time", as the shortest exact text, such as "5 us"."""
     spellings = []
     for unit, factor in UNITS[dimension].items():
         if "bit" in unit or not unit.isascii():
@@ -109,7 +106,7 @@ def text(value: float, dimension: str) -> str:
 
 
 def rough(value: float, dimension: str) -> str:
-    """Format ``value`` with 3 digits and a decimal unit. ``dimension``: key of `UNITS`, such as "time"."""
+    """Format ``value`` of a ``dimension``, such as "time", with 3 digits and a unit, such as "5.23 us"."""
     units = {unit: factor for unit, factor in UNITS[dimension].items() if "bit" not in unit and "i" not in unit[:2]}
     best = max(units, key=lambda unit: (units[unit] <= value, units[unit] if units[unit] <= value else -units[unit]))
     return f"{value / units[best]:.3g} {best}"
@@ -135,7 +132,7 @@ def _wrong(unit: str, dimension: str) -> str:
 
 
 class QuantityField(NamedTuple):
-    """Rules for a field of a cluster file: its name, type and inclusive bounds."""
+    """Name, type and inclusive bounds of a field in a cluster file."""
 
     key: str
     kind: str = "text"  # "count", "number", "text", or a quantity such as "time"
@@ -188,13 +185,12 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """Network links that join groups of ``devices`` consecutive devices (0: one group of all devices).
+    """Network links that join each group of ``devices`` consecutive devices, such as those in a node."""
 
-    Two devices communicate over the fastest link level that joins them.
-    """
+    # Two devices communicate over the fastest level that joins them.
 
     name: str
-    devices: Annotated[int, QuantityField("devices", "count", 2, 1e7, zero=True)]
+    devices: Annotated[int, QuantityField("devices", "count", 2, 1e7, zero=True)]  # 0: all devices
     latency_s: Annotated[float, QuantityField("latency", "time", 10e-9, 100e-3)]
     # Rate of a device in one direction while all devices send.
     bytes_per_s: Annotated[float, QuantityField("bandwidth", "bandwidth", 1e6, 100e12)]
@@ -204,7 +200,7 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFit:
-    """Fitted seconds of an operation: latency_s[i] + bytes * s_per_byte[i], for message sizes in size range i."""
+    """Fitted time of an operation: ``latency_s[i] + bytes * s_per_byte[i]`` in range i of message sizes."""
 
     operation: str  # one of `OPERATIONS`
     ranks: Annotated[int, QuantityField("ranks", "count", 1, 1e7)]
@@ -222,7 +218,7 @@ class MeasuredFit:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStorage:
-    """Parallel file system: bandwidth to write and to read, of all nodes together and of one node."""
+    """Bandwidth of the parallel file system, for all nodes together and for one node."""
 
     write_bytes_per_s: Annotated[float, QuantityField("write", "bandwidth", 1e6, 1e15)]
     read_bytes_per_s: Annotated[float, QuantityField("read", "bandwidth", 1e6, 1e15)]
@@ -232,17 +228,17 @@ class ClusterStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
-    """Node with ``devices`` devices. ``host_w``: power without devices. ``network_w``: power of switches per node."""
+    """Number of devices, power and host memory of a node."""
 
     devices: Annotated[int, QuantityField("devices", "count", 1, 1024)]
-    host_w: Annotated[float, QuantityField("host", "power", 1, 100e3, zero=True)] = 0.0
-    network_w: Annotated[float, QuantityField("network", "power", 1, 100e3, zero=True)] = 0.0
+    host_w: Annotated[float, QuantityField("host", "power", 1, 100e3, zero=True)] = 0.0  # power without devices
+    network_w: Annotated[float, QuantityField("network", "power", 1, 100e3, zero=True)] = 0.0  # switches, per node
     host_memory_bytes: Annotated[float, QuantityField("host_memory", "bytes", 64e6, 1e15, zero=True)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
-    """Mean time between failures of a node, and time of a restart. The restart time excludes repeated steps."""
+    """Mean time between failures of a node, and time to restart a job after a failure."""
 
     node_mtbf_s: Annotated[float, QuantityField("node_mtbf", "time", 3600, 1000 * UNITS["time"]["years"])]
     restart_s: Annotated[float, QuantityField("restart", "time", 1, 86400)]
@@ -250,7 +246,7 @@ class FailureRates:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSite:
-    """Values of the computing site: PUE, carbon intensity, prices. None means unknown."""
+    """Power usage effectiveness (PUE), carbon intensity and prices of a computing site. None: unknown."""
 
     pue: Annotated[float | None, QuantityField("pue", "number", 1, 5)] = None
     carbon_g_per_kwh: Annotated[float | None, QuantityField("carbon", "carbon", 0, 2000, zero=True)] = None
@@ -262,14 +258,14 @@ class ClusterSite:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Cluster that layouts are planned for. ``levels``: link levels, fastest first."""
+    """Hardware, storage, failure rates and prices of a cluster."""
 
     name: str
     about: str
     devices: Annotated[int, QuantityField("devices", "count", 1, 1e7)]
     device: Device
     node: ClusterNode
-    levels: Annotated[tuple[LinkLevel, ...], QuantityField("level")]
+    levels: Annotated[tuple[LinkLevel, ...], QuantityField("level")]  # fastest links first
     storage: ClusterStorage
     failures: FailureRates
     site: ClusterSite = ClusterSite()
@@ -284,12 +280,12 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the cluster: its devices divided by the devices per node, rounded up."""
+        """Number of nodes of the cluster."""
         return -(-self.devices // self.node.devices)
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigurationError if values of ``cluster`` contradict each other, e.g. link levels in wrong order."""
+    """Raise ConfigurationError if values of ``cluster`` contradict each other."""
     _check_device(cluster.device)
     _check_levels(cluster.levels, cluster.devices)
     _check_boxes(cluster)
@@ -324,7 +320,12 @@ def _check_device(device: Device) -> None:
             raise ConfigurationError(
                 f"device.flops.{kind} is missing: device.matmul has a curve for {kind}; add device.flops.{kind}"
             )
-        _check_curve(curve, f"device.matmul.{kind}")
+        if len(curve.sizes) != len(curve.shares):
+            raise ConfigurationError(
+                f"the curve device.matmul.{kind} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected "
+                "equal numbers"
+            )
+        _check_ascending(curve.sizes, f"device.matmul.{kind}.sizes")
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
         raise ConfigurationError(
             f"device.memory_bandwidth of {rough(device.memory_bytes_per_s, 'bandwidth')} is not plausible: reading the "
@@ -339,14 +340,6 @@ def _check_device(device: Device) -> None:
         raise ConfigurationError(
             f"device.idle of {device.idle_w:g} W is more than device.peak of {device.peak_w:g} W; lower device.idle"
         )
-
-
-def _check_curve(curve: EfficiencyCurve, place: str) -> None:
-    if len(curve.sizes) != len(curve.shares):
-        raise ConfigurationError(
-            f"the curve {place} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected equal numbers"
-        )
-    _check_ascending(curve.sizes, f"{place}.sizes")
 
 
 def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:

@@ -30,28 +30,25 @@ def names() -> tuple[str, ...]:
 
 
 def read(name_or_path: str) -> Cluster:
-    """Return the cluster in a TOML file, or the cluster of this name that comes with hpcdist.
-
-    Raises ConfigurationError for invalid content, and StorageError if the file cannot be read.
-    """
+    """Read a shipped cluster by its name, or a cluster file. Raises ConfigurationError or StorageError."""
     path = _path_of(name_or_path)
     if "\0" in name_or_path:
         raise ConfigurationError(f"the cluster {name_or_path!r} is not a valid path of a file")
     return of_tree(regular.settings(path, "the cluster"), str(path))
 
 
-def of_tree(tree: Mapping[str, Any], place: str) -> Cluster:
-    """Return the cluster in the parsed TOML ``tree``. ``place``: name of the file in the ConfigurationError."""
+def of_tree(tree: Mapping[str, Any], file_name: str) -> Cluster:
+    """Return the cluster in the parsed TOML ``tree``. Raises ConfigurationError that mentions ``file_name``."""
     try:
         cluster: Cluster = _TABLES.read(Cluster, tree)
         hardware.validate(cluster)
         return cluster
     except ConfigurationError as error:
-        raise ConfigurationError(f"{place}: {error}") from None
+        raise ConfigurationError(f"{file_name}: {error}") from None
 
 
 def assumptions(cluster: Cluster) -> tuple[str, ...]:
-    """Return texts "section: assumption", one for each assumption in the source notes of the cluster file."""
+    """Return the assumptions in the cluster file as texts "section: assumption"."""
     return tuple(
         f"{section}: {part.strip()}"
         for section, source in cluster.sources.items()
@@ -61,7 +58,7 @@ def assumptions(cluster: Cluster) -> tuple[str, ...]:
 
 
 def dump(cluster: Cluster) -> str:
-    """Return ``cluster`` as TOML text. `read` of this text returns an equal cluster."""
+    """Return ``cluster`` as the text of a cluster file."""
     return "\n".join(_TABLES.lines(cluster)) + "\n"
 
 

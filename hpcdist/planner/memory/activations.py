@@ -35,7 +35,7 @@ HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
-    """Activation bytes of one model layer (transformer block, embedding or head) per sample."""
+    """Activation bytes per sample of one model layer (embedding, transformer block or head)."""
 
     kept: float  # stored from forward to backward
     held: float = 0.0  # stored until a separate weight-gradient pass
@@ -44,7 +44,7 @@ class UnitActivations(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """Activation bytes of a transformer block before they are sharded."""
+    """Activation bytes of a transformer block before sharding."""
 
     between: float  # replicated by tensor ranks
     cut: float  # sharded by tensor ranks
@@ -54,7 +54,7 @@ class BlockActivations(NamedTuple):
 
 
 def itemsize(layout: ParallelLayout) -> int:
-    """Return the bytes per element of the activations that one model layer passes to the next. Local."""
+    """Return the bytes per element of the activations between model layers."""
     if layout.precision == "float64":
         return 8
     is_wide = layout.precision == "float32" or layout.activations == "float32"
@@ -62,7 +62,7 @@ def itemsize(layout: ParallelLayout) -> int:
 
 
 def unit_activations(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
-    """Return the activation bytes of each layer group in ``description.units``, in model order. Local."""
+    """Return the activation bytes of each layer group in ``description.units``, in model order."""
     size, by_tokens = itemsize(layout), layout.sequence_parallel
     if not layout.kernels.measures_arrays and description.shape is not None:
         shape = description.shape
@@ -71,7 +71,7 @@ def unit_activations(description: ModelDescription, layout: ParallelLayout) -> t
 
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Return True if attention scores are over half of a block's activations in a Megatron-LM ``layout``. Local."""
+    """Return True if attention scores take over half of the activation memory of a block."""
     if layout.kernels.tiles_attention or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
@@ -80,10 +80,7 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return (sizes of a rank's attention, name of the context-parallel method) for a micro-batch.
-
-    ``unit``: layer with attention, such as a transformer block. ``samples``: samples per micro-batch.
-    """
+    """Return the attention sizes of layer ``unit`` on a rank, and the name of its context-parallel method."""
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
 
@@ -193,10 +190,7 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...]) -> float:
-    """Return the bytes that a rank sends to experts per micro-batch, in the model layer that sends most.
-
-    ``unit_indices``: the rank's layers in ``description.units``.
-    """
+    """Return the bytes of tokens that a rank sends to experts per micro-batch, in its largest layer."""
     if layout.expert == 1:
         return 0.0
     rows = [array.size for place in unit_indices for array in _received(description.units[place], layout.expert)]
@@ -204,7 +198,7 @@ def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indice
 
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the peak activation bytes per sample if hpcdist recomputes the blocks one after the other. Local."""
+    """Return the peak activation bytes per sample if blocks are recomputed one after the other."""
     size = itemsize(layout)
     peak = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
     if layout.context == 1:
@@ -228,11 +222,7 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
-
-    ``unit_indices``: the device's layers in ``description.units``. The keyword ``accumulates``: True for several
-    micro-batches.
-    """
+    """Return the bytes of temporary arrays of hpcdist's kernels for the layers ``unit_indices``."""
     # Temporary arrays of the same name share memory. Accumulation adds a temporary weight gradient. Float32 copies of
     # 16-bit parameters and gradients are not included.
     adds = accumulates and layout.computes_in == layout.precision

@@ -45,10 +45,7 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the micro-batches in flight on a pipeline rank, for each time when its memory use may peak. Local.
-
-    ``ranks``: pipeline ranks. ``chunks``: model chunks per rank. Raises ConfigurationError for an unknown schedule.
-    """
+    """Return the micro-batches in flight on pipeline rank ``rank`` at each possible memory peak."""
     # One `LiveMicroBatches` per model chunk of the rank, for each time at which the memory use may peak.
     if schedule == FILE:
         raise ConfigurationError(
@@ -104,7 +101,7 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Layers on pipeline rank ``rank``, and their numbers of parameters."""
+    """Layers and numbers of parameters of one pipeline rank."""
 
     # Units are given as indices in the model description. Dense parameters are all parameters outside experts.
 
@@ -124,10 +121,7 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, split_key: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the `PipelinePart` of each pipeline rank whose memory use may be the highest. Local.
-
-    ``split_key``: layout fields that determine the pipeline stages.
-    """
+    """Return the `PipelinePart` of each pipeline rank whose memory use may be the highest."""
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, split_key)):
         # Of several ranks with equal layers, only the first and the last are included.
@@ -138,10 +132,7 @@ def parts(description: ModelDescription, split_key: SplitKey) -> tuple[PipelineP
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, split_key: SplitKey, rank: int) -> PipelinePart:
-    """Return the layers of pipeline rank ``rank``, and their numbers of parameters. Local.
-
-    ``split_key``: layout fields that determine the pipeline stages. Raises ConfigurationError for too few layers.
-    """
+    """Return the layers of pipeline rank ``rank``. Raises ConfigurationError for too few layers."""
     grouped = [chunk.shares for chunk in chunks_of_split(description, split_key) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]
     last = len(description.units) - 1
@@ -195,7 +186,7 @@ Alive = tuple[tuple[int, Count], ...]  # (unit index, count)
 
 
 class StepMemory(NamedTuple):
-    """Memory of a pipeline rank that does not depend on the micro-batch size, in bytes."""
+    """Bytes on a pipeline rank that do not depend on the micro-batch size."""
 
     parameters: float
     gradients: float
@@ -218,7 +209,7 @@ class MicrobatchMemory(NamedTuple):
 def memory(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> MemoryEstimate:
-    """Return the memory of the device with the highest use. Local. Raises ConfigurationError for an invalid layout."""
+    """Return the memory of the device with the highest use. Raises ConfigurationError for an invalid layout."""
     many, split_key = layout.microbatches(global_batch), SplitKey.of(layout)
     lasting = _lasting(description, split_key, _lasting_of(layout))
     passing = _passing(description, _passing_of(layout), many, row_route(layout, cluster))
@@ -239,10 +230,7 @@ def memory(
 def by_rank(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[dict[str, float], ...]:
-    """Return the bytes of each pipeline rank, as dicts from purpose, such as "activations", to bytes. Local.
-
-    Raises ConfigurationError for an invalid layout.
-    """
+    """Return the bytes of each pipeline rank by purpose, such as "activations". Raises ConfigurationError."""
     many, split_key, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []
     for rank in range(layout.pipeline):

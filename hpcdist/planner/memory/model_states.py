@@ -29,7 +29,7 @@ FLOAT32: Final = 4  # bytes
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes per parameter of the parameter, the gradient and the optimizer state, without sharding."""
+    """Bytes of a parameter, its gradient and its optimizer state, without sharding."""
 
     parameter: int
     gradient: int
@@ -37,12 +37,12 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Bytes of a device's sharded model states, per parameter of its pipeline stage. ``rule``: formula, as text."""
+    """Bytes of a device's sharded model states, per parameter of its pipeline stage."""
 
     parameter: float
     gradient: float
     optimizer: float
-    rule: str
+    rule: str  # formula of the bytes, as text
 
     @property
     def total(self) -> float:
@@ -51,7 +51,7 @@ class ModelStates(NamedTuple):
 
 
 def unsharded(layout: ParallelLayout) -> ParameterBytes:
-    """Return the bytes of a parameter, its gradient and its optimizer state, without sharding. Local."""
+    """Return the bytes of a parameter, its gradient and its optimizer state before sharding."""
     slots = layout.optimizer_slots
     if layout.precision in ("float32", "float64"):
         size = 4 if layout.precision == "float32" else 8
@@ -66,7 +66,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes of model states per parameter. The keyword ``experts``: True for an expert parameter."""
+    """Return the bytes of a device's sharded model states per parameter."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -86,16 +86,11 @@ def _states(
     plain = _uncompressed(each, stage, replicas, is_served, servers, precision)
     if compression == "none":
         return plain
-    residual_bytes = _owed(compression, precision, replicas)
+    residual_bytes = FLOAT32 * (2.0 if precision in HALVES else 1.0)
+    if compression == "onebit":
+        residual_bytes = FLOAT32 + FLOAT32 / replicas
     rule = f"{plain.rule}, and {residual_bytes:.4g} for the residuals of {compression}"
     return plain._replace(optimizer=plain.optimizer + residual_bytes, rule=rule)
-
-
-def _owed(compression: str, precision: str, replicas: int) -> float:
-    # Bytes per parameter of error-feedback residuals.
-    if compression == "onebit":
-        return FLOAT32 + FLOAT32 / replicas
-    return FLOAT32 * (2 if precision in HALVES else 1)
 
 
 def _uncompressed(
@@ -129,26 +124,23 @@ AHEAD: Final = 4  # gradients in flight at a server, `hpcdist.strategies.paramet
 WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-bit parameters
 
 
-def layer_copy_bytes(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of a device's temporary gathered copies of one layer. ``longest``: parameters of this layer."""
+def layer_copy_bytes(layout: ParallelLayout, layer_parameters: float) -> float:
+    """Return the bytes of a device's temporary copies of a layer with ``layer_parameters`` parameters."""
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
         each += size.parameter * (stage >= 3) + size.gradient * (stage >= 2)
     if layout.kernels.measures_arrays and layout.computes_in != layout.precision:
         each += 2 * WIDE
-    return each * longest / layout.tensor
+    return each * layer_parameters / layout.tensor
 
 
 def buffer_bytes(
-    layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES
+    layout: ParallelLayout, parameters: float, largest_layer_parameters: float, bucket_bytes: float = BUCKET_BYTES
 ) -> float:
-    """Return the bytes of a device's buffers for hpcdist's collectives over the data axis.
-
-    ``parameters``: on the device. ``longest``: parameters of the largest layer, before tensor sharding.
-    """
+    """Return the bytes of a device's buffers for hpcdist's collectives on the data axis."""
     replicas = layout.data * layout.context
-    size, unit = unsharded(layout).gradient, longest / layout.tensor
+    size, unit = unsharded(layout).gradient, largest_layer_parameters / layout.tensor
     coded = 0.0 if layout.compression == "none" else _coded(layout, parameters, unit, replicas, bucket_bytes)
     if replicas == 1 or layout.compression not in ("none", "onebit"):  # the first steps of onebit are uncompressed
         return coded
@@ -164,7 +156,7 @@ def buffer_bytes(
 
 
 def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
-    """Return ``estimate`` plus the memory of gradient buckets of ``bucket_bytes`` bytes above the default size."""
+    """Return ``estimate`` with the additional memory of gradient buckets of ``bucket_bytes`` bytes."""
     if bucket_bytes <= BUCKET_BYTES or not layout.kernels.grows_buckets:
         return estimate
     more = buffer_bytes(layout, math.inf, 0.0, bucket_bytes) - buffer_bytes(layout, math.inf, 0.0)
@@ -183,7 +175,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return the bytes on a parameter server as a dict from purpose, such as "gradients", to bytes. Local."""
+    """Return the bytes on a parameter server by purpose, such as "gradients"."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

@@ -22,7 +22,7 @@ class ProductShape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Attention sizes: ``heads`` query heads, each of ``size`` columns, over ``context`` tokens."""
+    """Sizes of attention: ``heads`` query heads of ``size`` columns each, over ``context`` tokens."""
 
     heads: int
     kv_heads: int
@@ -34,18 +34,15 @@ class AttentionShape(NamedTuple):
 
     @property
     def every_pair(self) -> float:
-        """Number of query-key pairs if the causal mask is ignored, as in the usual FLOP formulas for transformers."""
+        """Number of query-key pairs without a causal mask, as in the usual FLOP formulas."""
         return self.within or self.context * min(self.window or self.context, self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUnit:
-    """Group of ``count`` identical consecutive layers: an embedding, transformer blocks, a head, or layers of an mlp.
+    """Group of ``count`` identical consecutive layers. All other values are for one layer."""
 
-    All other values are for one layer.
-    """
-
-    name: str
+    name: str  # embedding, block (transformer), head, layer (mlp) or convolution
     count: int
     parameters: int
     cut_parameters: int = 0  # sharded by the tensor axis, included in ``parameters``
@@ -60,13 +57,13 @@ class ModelUnit:
     counted: "Counted | None" = field(default=None, compare=False, repr=False)
 
     def __hash__(self) -> int:
-        """Hash only a few fields of the unit, because units are dictionary keys and are looked up often."""
+        """Hash only a few fields, because units are often used as dictionary keys."""
         return hash((self.name, self.count, self.parameters, self.moved))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Sizes of a transformer, with the names of `hpcdist.models.config.ModelConfig`."""
+    """Sizes and options of a transformer, named as in `hpcdist.models.config.ModelConfig`."""
 
     layers: int
     hidden: int
@@ -101,7 +98,7 @@ class ModelDescription:
     sample_bytes: int = 0  # read from storage per sample; 0: four bytes per token
 
     def __hash__(self) -> int:
-        """Hash only a few fields of the model: a hash over all units would take longer than a cache lookup."""
+        """Hash only a few fields, because a hash over all units is slow."""
         return hash((self.name, self.tokens, self.width, self.tied_parameters, len(self.units)))
 
     @property
@@ -111,5 +108,5 @@ class ModelDescription:
 
     @property
     def stages(self) -> int:
-        """Maximum number of pipeline stages: the number of layers, with embedding and head."""
+        """Maximum number of pipeline stages: the number of layers, including embedding and head."""
         return sum(unit.count for unit in self.units)

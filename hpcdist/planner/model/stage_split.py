@@ -32,7 +32,7 @@ from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:
-    """Return the `FlopEstimate` of a step of ``global_batch`` samples on all devices. Local."""
+    """Return the FLOPs of a training step on all devices."""
     is_tiled = layout.kernels.tiles_attention
     model, hardware, exact, executed = _of_sample(description, layout.recompute, is_tiled)
     if is_tiled and layout.recompute == "full":
@@ -49,7 +49,7 @@ def step_flops(description: ModelDescription, layout: ParallelLayout, global_bat
 
 
 def matrix_flops(unit: ModelUnit) -> float:
-    """Return the forward FLOPs of the matrix products of layer ``unit`` (such as a transformer block), per sample."""
+    """Return the forward FLOPs per sample of the matrix products in layer ``unit``."""
     return sum(
         2.0 * product.rows * product.inner * product.columns * product.experts * product.share
         for product in unit.products
@@ -57,12 +57,12 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of layer ``unit`` per sample. The keyword ``exact``: True to omit masked pairs."""
+    """Return the forward FLOPs per sample of layer ``unit``. ``exact`` excludes masked query-key pairs."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of attention in layer ``unit`` per sample. The keyword ``exact``: omit masked pairs."""
+    """Return the forward attention FLOPs per sample of layer ``unit``. ``exact`` excludes masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -104,21 +104,18 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """Group of ``times`` equal consecutive layers in a pipeline chunk.
+    """Group of ``times`` equal consecutive layers in a pipeline chunk."""
 
-    ``unit``: description of one layer. ``place``: index in ``ModelDescription.units``.
-    """
-
-    unit: ModelUnit
+    unit: ModelUnit  # description of one layer
     times: int
-    place: int
+    place: int  # index in ``ModelDescription.units``
 
 
 class StageChunk(NamedTuple):
-    """Model chunk on pipeline rank ``rank``. ``shares``: its groups of equal layers, in model order."""
+    """Consecutive layers of the model on one pipeline rank."""
 
     rank: int
-    shares: tuple[UnitGroup, ...]
+    shares: tuple[UnitGroup, ...]  # groups of equal layers, in model order
 
 
 class SplitKey(NamedTuple):
@@ -132,7 +129,7 @@ class SplitKey(NamedTuple):
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> "SplitKey":
-        """Return the `SplitKey` of ``layout``: the settings that determine its pipeline stages. Local."""
+        """Return the `SplitKey` of ``layout``."""
         row = SCHEDULES.get(layout.schedule)
         schedule = "1f1b" if row is not None and row.most == 1 else layout.schedule  # all with one chunk per rank
         recompute = "full" if layout.recompute == "full" else "none"
@@ -140,23 +137,23 @@ class SplitKey(NamedTuple):
 
     @property
     def layout(self) -> ParallelLayout:
-        """`ParallelLayout` with the fields of this key. All other fields have their default values."""
+        """Layout with the fields of this key. All other fields have their default values."""
         return ParallelLayout(**self._asdict())
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layer groups of each pipeline rank. Local. Raises ConfigurationError for too few layers."""
+    """Return the layer groups of each pipeline rank. Raises ConfigurationError for too few layers."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
 def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. Local. Raises ConfigurationError for fewer layers than chunks."""
+    """Return all pipeline chunks in model order. Raises ConfigurationError for fewer layers than chunks."""
     return chunks_of_split(description, SplitKey.of(layout))
 
 
 @lru_cache(maxsize=4096)
 def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layer groups of each pipeline rank. ``split_key``: layout fields that set the split. Local."""
+    """Return the layer groups of each pipeline rank for the layout fields in ``split_key``."""
     if split_key.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
     by_rank: list[list[UnitGroup]] = [[] for _ in range(split_key.pipeline)]
@@ -167,7 +164,7 @@ def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple
 
 @lru_cache(maxsize=4096)
 def chunks_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. ``split_key``: layout fields that set the split. Local."""
+    """Return all pipeline chunks in model order for the layout fields in ``split_key``."""
     ranks, chunks_per_rank, schedule, implementation, recompute = split_key
     row = SCHEDULES.get(schedule)
     if row is not None and row.most is not None and ranks > 1:
@@ -279,10 +276,7 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return the layers that each pipeline chunk recomputes, in model order. Local.
-
-    Raises ConfigurationError for fewer layers than chunks.
-    """
+    """Return the layers that each pipeline chunk recomputes, in model order. Raises ConfigurationError."""
     # Full, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
     # Full, in hpcdist on several pipeline ranks: all units; with 1f1b and interleaved, not in the last chunk.
     # Selective: units with attention; in hpcdist, no units.

@@ -44,11 +44,7 @@ _COMMON: Final = (
 
 
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
-    """Return the description of the transformer ``shape``: an embedding, blocks and a head.
-
-    ``name``: name of the model. ``documents``: attention pairs in packed documents, or None. Raises ConfigurationError
-    for invalid sizes.
-    """
+    """Return the planner's description of a transformer. Raises ConfigurationError for invalid sizes."""
     _check(shape)
     config = config_of(shape)
     units = _embedding(shape, config), _block(shape, config, documents), _head(shape, config)
@@ -73,10 +69,7 @@ def of_config(
     classes: int = 0,
     documents: counts.DocumentPairs | None = None,  # statistics of the documents in packed samples
 ) -> ModelDescription:
-    """Return the description of the model that the recipe section ``config`` selects.
-
-    Raises ConfigurationError for a missing size or a user-built model.
-    """
+    """Return the planner's description of the model in a recipe section. Raises ConfigurationError."""
     if config.kind in FOREIGN:
         raise ConfigurationError(
             f"model.kind = {config.kind!r}: the planner does not know the layers of this model, because "
@@ -104,13 +97,14 @@ def of_config(
         numbers = height * width * channels
         units = list(_convolutions(config, counted, channels))
     largest = max(product.columns * product.rows for unit in units for product in unit.products)
+    merged = tuple(replace(unit, count=len(list(copies))) for unit, copies in groupby(units))
     return ModelDescription(
-        name=config.kind, units=tuple(_merged(units)), tokens=1, width=largest, sample_bytes=STORED_BYTES * numbers
+        name=config.kind, units=merged, tokens=1, width=largest, sample_bytes=STORED_BYTES * numbers
     )
 
 
 def config_of(shape: TransformerShape) -> ModelConfig:
-    """Return the hpcdist model configuration (recipe section) of a transformer with this ``shape``."""
+    """Return the recipe section [model] of a transformer with this ``shape``."""
     values: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
     if shape.experts == 1:
         values["shared_experts"] = 0
@@ -125,7 +119,7 @@ def config_of(shape: TransformerShape) -> ModelConfig:
 
 
 def inner(shape: TransformerShape) -> int:
-    """Return the inner width (columns between the two linear layers) of a feed-forward or of one expert."""
+    """Return the number of columns between the two linear layers of a feed-forward or of one expert."""
     like = ModelConfig(hidden=shape.hidden, heads=1, activation="swiglu" if shape.gated else "gelu")
     return shape.feed_forward or like.inner
 
@@ -276,11 +270,6 @@ def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int
     )
 
 
-def _merged(units: Sequence[ModelUnit]) -> Iterator[ModelUnit]:
-    for unit, copies in groupby(units):
-        yield replace(unit, count=len(list(copies)))
-
-
 def _positive(label: str, value: int) -> None:
     if value < 1:
         raise ConfigurationError(f"the size {label} is {value}, but must be at least 1")
@@ -296,12 +285,12 @@ def _check(shape: TransformerShape) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the published models, in the order of models.toml. Local."""
+    """Return the names of the published models."""
     return tuple(_table())
 
 
 def named(name: str) -> TransformerShape:
-    """Return the shape of the published model ``name`` (case-insensitive). Local. Raises ConfigurationError."""
+    """Return the sizes of the published model ``name``. Raises ConfigurationError for an unknown name."""
     entry = _entry(name)
     return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
 

@@ -77,36 +77,29 @@ _MOST_BARS: Final = 150  # bars of a row: of longer steps, the beginning and the
 
 
 class TimelineBar(NamedTuple):
-    """Bar in a timeline of a step: pipeline rank ``stage`` is busy from ``begin_s`` to ``end_s`` seconds.
-
-    ``kind``: key of `TIMELINE`, such as "forward". ``microbatch``: index of the micro-batch, or -1 if the bar has no
-    micro-batch. ``chunk``: index of the model chunk.
-    """
+    """Time during which pipeline rank ``stage`` is busy, drawn as a bar in a timeline of a step."""
 
     stage: int
-    kind: str
+    kind: str  # key of `TIMELINE`, such as "forward"
     begin_s: float
     end_s: float
-    microbatch: int = -1
-    chunk: int = 0
+    microbatch: int = -1  # index; -1: none
+    chunk: int = 0  # index of the model chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTimeline:
-    """Timeline of a step of ``end_s`` seconds on ``stages`` pipeline ranks. ``bars``: sorted by rank, then by time."""
+    """Timeline of a training step on all pipeline ranks."""
 
-    stages: int
-    bars: tuple[TimelineBar, ...]
+    stages: int  # number of pipeline ranks
+    bars: tuple[TimelineBar, ...]  # sorted by rank, then by time
     end_s: float
 
 
 def timeline(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> PlannedTimeline:
-    """Return the timeline of a simulated step of ``global_batch`` samples. Local.
-
-    Raises the errors of `hpcdist.planner.time.step.timing`.
-    """
+    """Return the timeline of a simulated step. Raises ConfigurationError for an impossible schedule."""
     m = layout.microbatches(global_batch)
     is_pipelined = layout.pipeline > 1
     chunks = chunk_loads(description, layout, cluster) if is_pipelined else (loads(description, layout, cluster)[0][0],)
@@ -169,12 +162,9 @@ def _rank_loads(steps: "StepTimeline", chunks: Sequence[StageLoad]) -> list[Stag
 
 
 def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster: Cluster, file: Path) -> None:
-    """Save a plot of a plan as ``file``: .png, .pdf or .svg. Local.
-
-    ``timeline``: result of `timeline`. ``title``: name of the model. Raises the errors of `plotting.check_plot` and of
-    `plotting.save`.
-    """
-    stages = _stages(timeline)
+    """Save a plot of memory, step time and timeline of a plan as .png, .pdf or .svg ``file``."""
+    count = min(timeline.stages, _MOST_ROWS)
+    stages = sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
     heights = [1.0, 1.0, 0.7 + 0.28 * len(stages)]
     figure = plotting.check_plot(file).Figure(figsize=(12.0, 2.2 + sum(heights)), layout="constrained")
     windows = _windows(timeline)
@@ -220,11 +210,6 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
         axis.spines[side].set_visible(False)
     axis.tick_params(labelsize=8)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.15), fontsize=7, frameon=False, handlelength=1.0)
-
-
-def _stages(timeline: PlannedTimeline) -> list[int]:
-    count = min(timeline.stages, _MOST_ROWS)
-    return sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
 
 
 def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:

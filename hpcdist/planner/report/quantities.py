@@ -37,7 +37,7 @@ _PROPERTIES: Final = ("step_s", "mfu", "modelled_mfu", "is_capped", "hfu", "exac
 
 
 def figures(value: float, count: int = 3) -> str:
-    """Return ``value`` rounded to ``count`` significant digits, with thousands separators, e.g. 0.0123 or 12,300."""
+    """Format ``value`` with ``count`` significant digits and thousands separators, such as "12,300"."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     value = float(f"{value:.{count - 1}e}")
@@ -46,7 +46,7 @@ def figures(value: float, count: int = 3) -> str:
 
 
 def decimal(value: float, unit: str) -> str:
-    """Return ``value`` in ``unit`` with an SI prefix and 3 significant digits, e.g. 312 TFLOP/s or 25.0 GB/s."""
+    """Format ``value`` with an SI prefix and 3 significant digits, such as "312 TFLOP/s"."""
     for size, prefix in _DECIMAL:
         if abs(value) >= 0.9995 * size:
             return f"{figures(value / size)} {prefix}{unit}"
@@ -54,25 +54,25 @@ def decimal(value: float, unit: str) -> str:
 
 
 def nbytes(value: float) -> str:
-    """Return ``value`` bytes in a decimal unit, e.g. 85.9 GB."""
+    """Format ``value`` bytes with a decimal prefix, such as "85.9 GB"."""
     return decimal(value, "B").replace(" kB", " KB")
 
 
 def bytes_in_both(value: float) -> str:
-    """Return ``value`` bytes in a decimal and a binary unit: 85.9 GB (80.0 GiB)."""
+    """Format ``value`` bytes with a decimal and a binary prefix, such as "85.9 GB (80.0 GiB)"."""
     for size, prefix in _BINARY:
         if abs(value) >= size:
             return f"{nbytes(value)} ({figures(value / size)} {prefix}B)"
     return nbytes(value)
 
 
-def between(limits: tuple[float, float] | None) -> str:
-    """Return seconds ``limits`` = (minimum, maximum) as text " (1.3 s to 1.9 s)", or "" if ``limits`` is None."""
-    return "" if limits is None else f" ({seconds(limits[0])} to {seconds(limits[1])})"
+def between(seconds_range: tuple[float, float] | None) -> str:
+    """Format a (minimum, maximum) pair of seconds as " (1.3 s to 1.9 s)", and None as ""."""
+    return "" if seconds_range is None else f" ({seconds(seconds_range[0])} to {seconds(seconds_range[1])})"
 
 
 def seconds(value: float) -> str:
-    """Return ``value`` seconds in a suitable unit, e.g. 3.20 us, 45.0 ms, 4.20 min, 14.3 days; infinity: "for ever"."""
+    """Format ``value`` seconds in a suitable unit, such as "4.20 min". Infinity is "for ever"."""
     if not math.isfinite(value):
         return "for ever"
     if value == 0:
@@ -81,20 +81,20 @@ def seconds(value: float) -> str:
 
 
 def joules(value: float) -> str:
-    """Return ``value`` joules with a prefix. Large values are followed by watt-hours: 3.60 MJ (1.00 kWh)."""
+    """Format ``value`` joules, with watt-hours if it is large: "3.60 MJ (1.00 kWh)"."""
     text = decimal(value, "J")
     return f"{text} ({decimal(value / 3600, 'Wh')})" if value >= 1e5 else text
 
 
 def grams(value: float) -> str:
-    """Return ``value`` grams of CO2 equivalents: 12.0 gCO2e, 3.40 kgCO2e, 552 tCO2e."""
+    """Format ``value`` grams of CO2 equivalents, such as "3.40 kgCO2e"."""
     if value >= 1e6:
         return f"{figures(value / 1e6)} tCO2e"
     return f"{figures(value / 1e3)} kgCO2e" if value >= 1e3 else f"{figures(value)} gCO2e"
 
 
 def large_count(value: float, count: int = 3) -> str:
-    """Return ``value`` as text: 12,345 or, from a million on with ``count`` significant digits, 1.75 million."""
+    """Format a number, such as "12,345" or, from a million on with ``count`` digits, "1.75 million"."""
     for size, word in _WORDS:
         if value >= 0.9995 * size:
             return f"{figures(value / size, count)} {word}"
@@ -102,24 +102,24 @@ def large_count(value: float, count: int = 3) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``number`` and ``noun`` in the singular or plural: "1 device", "12,288 devices", "2 micro-batches"."""
+    """Return ``number`` and ``noun`` in the singular or plural, such as "2 micro-batches"."""
     plural = "es" if noun.endswith("h") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def share(value: float) -> str:
-    """Return the fraction ``value`` in percent, e.g. "44.1 %" for 0.441."""
+    """Format a fraction in percent, such as "44.1 %" for 0.441."""
     return f"{100 * value:.1f} %"
 
 
 def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
-    """Wrap ``line`` to ``width`` characters. All lines begin with ``indent``, from line 2 on with 2 more spaces."""
+    """Wrap ``line`` to ``width`` characters. Lines after the first are indented by 2 more spaces."""
     wrapper = textwrap.TextWrapper(width, indent, f"{indent}  ", break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(line)
 
 
 def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> dict[str, Any]:
-    """Return every number of a plan as a JSON object. Unknown or infinite numbers are null. Local."""
+    """Return all numbers of a plan as a JSON object. Unknown or infinite numbers are null."""
     layout, memory = estimate.layout, estimate.memory
     fields = asdict(estimate)
     fields["layout"] |= {"devices": layout.devices, "microbatches": layout.microbatches(estimate.global_batch)}
@@ -133,17 +133,14 @@ def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster
 
 
 def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return pairs (name, ``terms[name]`` - ``other[name]``), the largest absolute difference first. Local.
-
-    A missing name counts as 0. Names with value 0 in both dicts are omitted.
-    """
+    """Return (name, ``terms[name] - other[name]``) pairs, the largest absolute difference first."""
     names = [name for name in {**terms, **other} if terms.get(name) or other.get(name)]
     excess = [(name, terms.get(name, 0.0) - other.get(name, 0.0)) for name in names]
     return sorted(excess, key=lambda item: -abs(item[1]))
 
 
 def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
-    """Return a line that says how much faster a step of ``estimate`` is than a step of ``other``, and why. Local."""
+    """Return a line that compares the step times of two plans, and names the terms that differ."""
     gain_s = other.step_s - estimate.step_s
     excess = differences(estimate.timing.terms, other.timing.terms)
     shown = [(name, excess_s) for name, excess_s in excess if abs(excess_s) > SMALL * estimate.step_s]
@@ -159,7 +156,7 @@ def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
 
 
 def changes(layout: ParallelLayout, other: ParallelLayout) -> str:
-    """Return the fields of ``layout`` that differ from ``other``, e.g. "data 32 instead of 4", or "". Local."""
+    """Return the differing fields of two layouts as text, such as "data 32 instead of 4"."""
     names = dict.fromkeys((*DEGREES, *asdict(layout)))
     pairs = [(name, getattr(layout, name), getattr(other, name)) for name in names]
     return ", ".join(f"{name} {value} instead of {old}" for name, value, old in pairs if value != old)

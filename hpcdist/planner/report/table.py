@@ -50,10 +50,7 @@ _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
-    """Return the distinct warnings ``flags``, the most important first. Local.
-
-    ``layouts``: the planned layouts. Warnings about features that hpcdist lacks come early.
-    """
+    """Return the distinct warnings ``flags`` of plans with ``layouts``, the most important first."""
     unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
 
     def rank(flag: str) -> int:
@@ -66,19 +63,15 @@ def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tup
 
 
 def by_row(
-    rows: Sequence[Iterable[str]], common: Iterable[str] = (), layouts: Iterable[ParallelLayout] = ()
+    rows: Sequence[Iterable[str]], shared_flags: Iterable[str] = (), layouts: Iterable[ParallelLayout] = ()
 ) -> list[str]:
-    """Return the distinct warnings of several plans, the most important first, each with its row numbers. Local.
-
-    ``rows``: warnings of the plan in each table row, from row 1. ``common``: warnings of all plans, printed without row
-    numbers. ``layouts``: see `ordered`. Warnings that differ only in numbers are merged.
-    """
+    """Return the distinct warnings of several table rows, the most important first, with their row numbers."""
     flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):
         for flag in flags:
             flags_by_pattern.setdefault(_NUMBER.sub("#", flag), {}).setdefault(number, flag)
     prefixes = {next(iter(flags.values())): _rows(flags, len(rows)) for flags in flags_by_pattern.values()}
-    others = [flag for flag in common if _NUMBER.sub("#", flag) not in flags_by_pattern]
+    others = [flag for flag in shared_flags if _NUMBER.sub("#", flag) not in flags_by_pattern]
     return [prefixes.get(flag, "") + flag for flag in ordered((*others, *prefixes), layouts)]
 
 
@@ -93,7 +86,7 @@ def _rows(flags: Mapping[int, str], num_rows: int) -> str:
 
 
 def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
-    """Return warnings on the layout of a plan: missing memory, idle replicas, and options without effect. Local."""
+    """Return warnings on missing memory, idle replicas, and layout options without effect."""
     memory, layout, flags = estimate.memory, estimate.layout, []
     if not memory.fits:
         missing = bytes_in_both(memory.bytes - memory.limit_bytes)
@@ -108,7 +101,7 @@ def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
 
 
 def assumption_line(cluster: Cluster) -> tuple[str, ...]:
-    """Return a line that lists the sections of the cluster file with assumptions, or () without assumptions. Local."""
+    """Return a line on the assumptions in the cluster file, or () if there are none."""
     sections = list(dict.fromkeys(text.partition(":")[0] for text in toml_file.assumptions(cluster)))
     if not sections:
         return ()
@@ -134,7 +127,7 @@ def _uneven(layout: ParallelLayout, global_batch: int) -> tuple[str, ...]:
 
 
 def row(estimate: PlanEstimate) -> list[str]:
-    """Return the table cells of a plan as texts, in the order of `HEADS`. Local."""
+    """Return the table cells of a plan, in the order of `HEADS`."""
     layout, memory = estimate.layout, estimate.memory
     return [
         seconds(estimate.step_s) + between(estimate.step_range_s),
@@ -150,7 +143,7 @@ def row(estimate: PlanEstimate) -> list[str]:
 
 
 def strategy_cell(layout: ParallelLayout) -> str:
-    """Return strategy, pipeline schedule and options of ``layout`` as a short text, e.g. "zero1, zb-v x2". Local."""
+    """Return strategy, pipeline schedule and options as a short text, such as "zero1, zb-v x2"."""
     parts = [f"{layout.servers} servers" if layout.servers else layout.strategy]
     if layout.pipeline > 1:
         parts.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
@@ -158,15 +151,12 @@ def strategy_cell(layout: ParallelLayout) -> str:
 
 
 def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. ``heads``: column names. ``rows``: cells of each row; numbers are right-aligned."""
+    """Return the lines of a table with the column names ``heads``. Numbers are right-aligned."""
     return text_table.aligned([heads, *rows], [column for column, head in enumerate(heads) if head in _LEFT])
 
 
-def search_table(result: "SearchResult", notes: Sequence[str] = (), command: str | None = None) -> str:
-    """Return a search result as text: a table, the reasons for its order, rejected layouts, and notes. Local.
-
-    ``notes``: further warnings to print. ``command``: shell command that plans the layout of row 1, or None.
-    """
+def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_command: str | None = None) -> str:
+    """Return a search result as text: a table, the reasons for its order, rejected layouts, and notes."""
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
     is_by_time = result.objective == "time"
@@ -178,7 +168,12 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), command: str
         heads = ("#", *(() if is_by_time else (f"{result.objective} ({result.found[0].unit})",)), *HEADS)
         values = [[] if is_by_time else [figures(ranked.value, 4)] for ranked in result.found]
         rows = [[str(index + 1), *value, *row(plans[index])] for index, value in enumerate(values)]
-        lines += ["", *aligned(heads, rows), "", *((f"command to plan row 1: {command}", "") if command else ())]
+        lines += [
+            "",
+            *aligned(heads, rows),
+            "",
+            *((f"command to plan row 1: {replan_command}", "") if replan_command else ()),
+        ]
         lines.append("why each row is better than the next row, and what limits it")
         for number, ranked in enumerate(result.found, 1):
             reasons = [line for reason in (*ranked.why, *ranked.limits) for line in wrapped(reason, "    ")]
@@ -197,7 +192,7 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), command: str
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
-    """Return one line that lists the rows whose MFU is limited to the best published MFU, or [] if there are none."""
+    """Return a line on the table rows with an MFU that was lowered to the best published MFU, or []."""
     capped = {str(number): plan for number, plan in enumerate(plans, 1) if plan.is_capped}
     if not capped:
         return []
@@ -208,10 +203,7 @@ def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
 
 
 def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
-    """Return a table of plans, and why the fastest plan that fits is faster than the others. Local.
-
-    ``rows``: pairs (cluster name, plan). Speeds are samples per second relative to the first plan.
-    """
+    """Return a table of (cluster name, plan) pairs, and the reasons why the fastest plan is faster."""
     first = rows[0][1]
     cells = []
     for number, (cluster, estimate) in enumerate(rows, 1):

@@ -63,7 +63,7 @@ _NAME: Final = 13  # width of the column of terms
 
 
 def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return lines on the duration of the run, device hours, and costs of checkpoints and failures. Local."""
+    """Return lines on the duration, device hours, checkpoints and failures of the run."""
     run = estimate.run
     if not math.isfinite(run.wall_s):
         costs = f"a checkpoint takes {seconds(run.save_s)}, a restart {seconds(cluster.failures.restart_s)}"
@@ -90,7 +90,7 @@ def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
 
 
 def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return lines on energy, carbon and price of the run and of a step, also if they are unknown. Local."""
+    """Return lines on energy, carbon emissions and price of the run and of a step."""
     energy, run, site = estimate.energy, estimate.run, cluster.site
     parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
     endless = not math.isfinite(run.wall_s)
@@ -117,7 +117,7 @@ def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
 
 
 def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
-    """Return a line on the unused devices of the nodes, or [] if ``layout`` uses all devices. Local."""
+    """Return a line on the unused devices of the nodes, or [] if all devices are used."""
     held = devices_held(layout, cluster)
     unused = held - layout.devices
     if not unused:
@@ -127,7 +127,7 @@ def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
 
 
 def advice_lines(estimate: PlanEstimate) -> list[str]:
-    """Return lines with advice on the largest memory term, the largest overhead of a step, and failures. Local."""
+    """Return advice on the largest memory term, the largest overhead of a step, and failures."""
     memory, largest, slowdown = estimate.memory, estimate.memory.largest_term, estimate.run.slowdown
     fraction = share(memory.terms[largest] / memory.limit_bytes)
     lines = [f"memory: {largest}, {fraction} of the limit; less with {_less(largest, estimate)}"]
@@ -159,7 +159,7 @@ def _less(term: str, estimate: PlanEstimate) -> str:
 
 
 def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
-    """Return the plan in six lines: model, layout, memory, step, run, and the number of notes. Local."""
+    """Return the plan in six lines: model, layout, memory, step, run, and number of notes."""
     memory, run, layout = estimate.memory, estimate.run, estimate.layout
     count, noun = _samples_or_tokens(estimate)
     rate = f"{figures(count / estimate.step_s)} {noun}/s, MFU {share(estimate.mfu)}"
@@ -199,7 +199,7 @@ def _samples_or_tokens(estimate: PlanEstimate) -> tuple[int, str]:
 
 
 def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
-    """Return every part of a plan as lines for a terminal. Local."""
+    """Return all details of a plan as text for a terminal."""
     layout = estimate.layout
     nodes = f"{counted(nodes_of(layout, cluster), 'node')} of {cluster.name}"
     devices = f"{equation(layout)}: {counted(layout.devices, 'device')} on {nodes}"
@@ -225,7 +225,7 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
 
 
 def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
-    """Return one line with memory, step time, duration, energy and carbon of a plan. Local."""
+    """Return one line with memory use, step time, duration, energy and carbon emissions of a plan."""
     memory, run = estimate.memory, estimate.run
     limited = f" (MFU limited to the published {share(estimate.mfu)})" if estimate.is_capped else ""
     parts = [
@@ -239,14 +239,14 @@ def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
 
 
 def model_line(estimate: PlanEstimate, description: ModelDescription) -> str:
-    """Return a line with the model name, its number of parameters, and the samples and tokens of a step. Local."""
+    """Return a line with model name, number of parameters, and samples and tokens per step."""
     tokens = f" = {large_count(estimate.tokens)} tokens" if description.tokens > 1 else ""
     size = f"{large_count(estimate.parameters, 4)} parameters"
     return f"{description.name}, {size}; {estimate.global_batch:,} samples{tokens} a step"
 
 
 def equation(layout: ParallelLayout) -> str:
-    """Return the product of the degrees, e.g. "64 = data 2 x pipeline 4 x tensor 8 x context 1". Local."""
+    """Return the product of the parallel sizes, such as "8 = data 2 x pipeline 4 x tensor 1 x context 1"."""
     product = " x ".join(f"{name} {getattr(layout, name)}" for name in DEGREES[:4])
     servers = f" + servers {layout.servers}" if layout.servers else ""
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
@@ -254,7 +254,7 @@ def equation(layout: ParallelLayout) -> str:
 
 
 def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
-    """Return strategy, schedule, micro-batches, options, precision and implementation as a text. Local."""
+    """Return a line with strategy, schedule, micro-batches, options and precision."""
     batches = f"{counted(layout.microbatches(global_batch), 'micro-batch')} of {counted(layout.microbatch, 'sample')}"
     schedule = f"{layout.schedule} over " if layout.pipeline > 1 else ""
     parts = [layout.strategy.replace("_", " "), f"{schedule}{batches}"]
@@ -264,7 +264,7 @@ def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
 
 
 def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
-    """Return lines on memory: if it fits, a bar chart, the bytes of each term, and the sharding formula. Local."""
+    """Return lines on memory use: whether it fits, a bar chart, the bytes of each term, the sharding."""
     stage = f" (stage {memory.stage})" if layout.pipeline > 1 else ""
     lines = [f"{_fit(memory, bytes_in_both, 'left')}{stage}", bar(memory)]
     for name, size in memory.terms.items():
@@ -274,10 +274,7 @@ def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
 
 
 def bar(memory: MemoryEstimate) -> str:
-    """Return the memory as a bar of letters, one letter per term, with dots for free memory and "|" at the limit.
-
-    The larger of the memory use and the limit is `WIDTH` characters long. Local.
-    """
+    """Return a bar of letters, one letter per memory term, with "." for free memory and "|" at the limit."""
     scale = WIDTH / max(memory.bytes, memory.limit_bytes)
     drawn, end = "", 0.0
     for name, size in memory.terms.items():
@@ -289,7 +286,7 @@ def bar(memory: MemoryEstimate) -> str:
 
 
 def step_lines(estimate: PlanEstimate) -> list[str]:
-    """Return step time, its terms, overlapped messages, MFU, bubble and sent bytes as lines. Local."""
+    """Return lines on step time, its terms, overlapped messages, MFU, bubble and sent bytes."""
     timing = estimate.timing
     count, noun = _samples_or_tokens(estimate)
     lines = [f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {figures(count / estimate.step_s)} {noun}/s"]

@@ -40,28 +40,28 @@ SAME: Final = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class RankedLayout:
-    """Layout with its objective ``value``. ``why``: advantages over the next layout. ``limits``: bottlenecks."""
+    """Layout in a search result, with its objective value."""
 
     estimate: PlanEstimate
     value: float
     unit: str
-    why: tuple[str, ...]
-    limits: tuple[str, ...]
+    why: tuple[str, ...]  # advantages over the next layout
+    limits: tuple[str, ...]  # bottlenecks
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of layouts, or of combinations of parallel degrees ("grids"), that break the rule ``limit``."""
+    """Number of "layouts", or of combinations of parallel sizes ("grids"), that violate one limit."""
 
     limit: str
     count: int
-    of: str
+    of: str  # "layouts" or "grids"
     example: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search for the best layouts."""
+    """Best layouts of a search, and numbers of layouts that were rejected, estimated and skipped."""
 
     objective: str
     devices: int
@@ -78,10 +78,7 @@ class SearchResult:
 def search(
     description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, spec: SearchSpec
 ) -> SearchResult:
-    """Return the best layouts for ``global_batch`` samples per step on ``devices`` devices. Local.
-
-    ``spec``: objective of the search, and layout values to try. Raises UsageError for impossible requests.
-    """
+    """Return the best layouts for ``devices`` devices. Raises UsageError for an impossible request."""
     _check(description, cluster, devices, global_batch, spec)
     spare = SPARE_LAYOUTS if spec.simulate else 0
     tree = BranchAndBound(description, cluster, devices, global_batch, spec, keep=spec.first + spare)
@@ -133,7 +130,7 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
-    """Return the number of forward and backward passes of all (virtual) pipeline stages in one step. Local."""
+    """Return the number of forward and backward passes of all pipeline stages in one step."""
     return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
 
 
@@ -174,7 +171,7 @@ def _explained(
 
 def _refused(tree: BranchAndBound) -> tuple[RefusalCount, ...]:
     refusals = []
-    for of, counts in (("grids", tree.refusals.grids), ("layouts", tree.refusals.layouts)):
+    for of, counts in (("grids", tree.refused_grids), ("layouts", tree.refused_layouts)):
         rows = sorted(counts.items(), key=lambda item: -item[1][0])
         refusals += [RefusalCount(limit=limit, count=count, of=of, example=text) for limit, (count, text) in rows]
     return tuple(refusals)
@@ -213,7 +210,7 @@ def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
 
 
 def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
-    """Return lines on the largest terms of the step time, and on memory use. ``memory_bytes``: limit. Local."""
+    """Return lines on the largest terms of the step time, and on memory use."""
     terms, step_s = estimate.timing.terms, estimate.step_s
     computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
     lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
@@ -232,7 +229,7 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(tree: BranchAndBound) -> tuple[str, ...]:
-    """Return lines on a finished search that found nothing: the layout that lacks the least memory, and advice."""
+    """Return lines on a search without result: the layout that lacks the least memory, and advice."""
     if tree.memory_filter.leanest is None:
         return tuple(_no_grid(tree))
     over, layout, footprint = tree.memory_filter.leanest
@@ -245,7 +242,7 @@ def nothing_fits(tree: BranchAndBound) -> tuple[str, ...]:
 
 
 def layout_line(layout: ParallelLayout) -> str:
-    """Return a line of text that describes ``layout``. Local."""
+    """Return a line with parallel sizes, strategy, micro-batch size and schedule of ``layout``."""
     parts = [
         f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}",
         layout.strategy,
@@ -257,7 +254,7 @@ def layout_line(layout: ParallelLayout) -> str:
 
 
 def _no_grid(tree: BranchAndBound) -> Iterator[str]:
-    counts = {**tree.refusals.layouts, **tree.refusals.grids}
+    counts = {**tree.refused_layouts, **tree.refused_grids}
     causes = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
     yield f"no parallel degrees are possible on {tree.devices} devices; first violated limits: {causes}"
     for devices in range(tree.devices - 1, 0, -1):

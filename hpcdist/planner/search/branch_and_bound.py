@@ -35,7 +35,7 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """Filter of layouts by memory use. Cached results avoid memory estimates of similar layouts."""
+    """Filter of layouts by memory use. It reuses results of similar layouts."""
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
         # (excess bytes, layout, memory estimate) of the rejected layout with the fewest excess bytes, or None
@@ -46,24 +46,20 @@ class MemoryFilter:
         self._fails: dict[object, int] = {}  # smallest micro-batch known not to fit
 
     def fitting(
-        self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
+        self, layout: ParallelLayout, strategies: Sequence[Strategy], microbatch_sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the pairs in ``strategies`` with which the layout ``order`` fits into memory.
-
-        ``strategies``: (data-axis strategy, compression) pairs. ``sizes``: all micro-batch sizes of the search, in
-        ascending order.
-        """
-        stem: tuple[object, ...] = _STEM(order)
+        """Return the (strategy, compression) pairs in ``strategies`` with which ``layout`` fits into memory."""
+        stem: tuple[object, ...] = _STEM(layout)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
-        if self._is_apart(order, order.microbatch):
-            stem, least = (*stem, order.microbatch), order.microbatch
+        if self._is_apart(layout, layout.microbatch):
+            stem, least = (*stem, layout.microbatch), layout.microbatch
         else:
-            least = next(size for size in sizes if not self._is_apart(order, size))
+            least = next(size for size in microbatch_sizes if not self._is_apart(layout, size))
         fitting = []
         for strategy in strategies:
-            if order.microbatch >= self._fails.get(stem, _NEVER):
+            if layout.microbatch >= self._fails.get(stem, _NEVER):
                 return ()
-            if self._has_room(order, stem, strategy, least):
+            if self._has_room(layout, stem, strategy, least):
                 fitting.append(strategy)
         return tuple(fitting)
 
@@ -106,7 +102,7 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: all layouts that share some fields with ``layout``."""
+    """Node of the search tree: the layouts that differ from ``layout`` only in fields of lower nodes."""
 
     # Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
     # only differ in data-axis strategy and compression.
@@ -118,30 +114,17 @@ class SearchNode(NamedTuple):
     strategies: tuple[Strategy, ...] = ()  # (data-axis strategy, compression) pairs of a lower node
 
 
-@dataclass
-class Refusals:
-    """Counts of rejected layouts and rejected combinations of parallel degrees, for each broken rule."""
+Refusals = dict[str, tuple[int, str]]  # violated limit -> (number of violations, message of the first)
 
-    grids: dict[str, tuple[int, str]] = field(default_factory=dict)
-    layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def grid(self, problem: LayoutProblem) -> None:
-        """Count one combination of parallel degrees (such as data and tensor) that is rejected for ``problem``."""
-        self._count(self.grids, problem, 1)
-
-    def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` layouts that are rejected for ``problem``."""
-        self._count(self.layouts, problem, many)
-
-    @staticmethod
-    def _count(where: dict[str, tuple[int, str]], problem: LayoutProblem, many: int) -> None:
-        before, text = where.get(problem.limit, (0, problem.text))
-        where[problem.limit] = before + many, text
+def _count(refusals: Refusals, problem: LayoutProblem, many: int = 1) -> None:
+    before, text = refusals.get(problem.limit, (0, problem.text))
+    refusals[problem.limit] = before + many, text
 
 
 @dataclass
 class BranchAndBound:
-    """Best-first search for layouts. `run` fills ``best`` with (objective value, estimate) pairs, best first."""
+    """Best-first search for layouts. `run` fills ``best``, with the best layout first."""
 
     description: ModelDescription
     cluster: Cluster
@@ -151,8 +134,9 @@ class BranchAndBound:
     keep: int
     layouts: int = 0
     estimated: int = 0
-    refusals: Refusals = field(default_factory=Refusals)
-    best: list[tuple[float, PlanEstimate]] = field(default_factory=list)
+    refused_grids: Refusals = field(default_factory=dict)
+    refused_layouts: Refusals = field(default_factory=dict)
+    best: list[tuple[float, PlanEstimate]] = field(default_factory=list)  # (objective value, estimate)
     _best_of: dict[Any, tuple[Rank, PlanEstimate]] = field(default_factory=dict)
     _heap: list[SearchNode] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -164,7 +148,7 @@ class BranchAndBound:
         self.memory_filter = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
 
     def run(self) -> None:
-        """Expand nodes in the order of their lower bounds until no node can contain one of the best layouts. Local."""
+        """Search until no other layout can be better than the layouts in ``best``."""
         self._push_families()
         # The first bound is the smallest: if it is not better than the worst kept layout, the search is done.
         while self._heap and self._heap[0].bound < self._last[:2]:
@@ -184,16 +168,16 @@ class BranchAndBound:
         for grid in space.grids(self.devices, self.spec):
             problem = next(checks.grid_problems(self.description, grid, self.cluster, self.global_batch), None)
             if problem is not None:
-                self.refusals.grid(problem)
+                _count(self.refused_grids, problem)
                 continue
             if self.spec.runnable and (reasons := refusals(grid)):
-                self.refusals.grid(LayoutProblem("unbuilt", reasons[0]))
+                _count(self.refused_grids, LayoutProblem("unbuilt", reasons[0]))
                 continue
             orders = len(space.orders(self.description, grid, self.spec))
             variants = len(space.strategies(grid, self.spec))
             for cut in space.families(grid, self.spec):
                 if problem := next(checks.grid_problems(self.description, cut, self.cluster, self.global_batch), None):
-                    self.refusals.grid(problem)
+                    _count(self.refused_grids, problem)
                     continue
                 for microbatch in space.sizes(cut, self.global_batch, self.spec):
                     self.layouts += orders * variants
@@ -211,12 +195,12 @@ class BranchAndBound:
             order = family.but(schedule=schedule, chunks=chunks)
             strategies = space.strategies(order, self.spec)
             if problem := next(checks.order_problems(self.description, order, self.global_batch), None):
-                self.refusals.layout(problem, len(strategies))
+                _count(self.refused_layouts, problem, len(strategies))
                 continue
             strategies = self._runnable(order, strategies)
             fitting = self.memory_filter.fitting(order, strategies, sizes)
             if len(fitting) < len(strategies):
-                self.refusals.layout(self._full(order, strategies), len(strategies) - len(fitting))
+                _count(self.refused_layouts, self._full(order, strategies), len(strategies) - len(fitting))
             if fitting:
                 bound = space.schedule_bound(totals, order, hop_s, self.cluster, self.spec.objective)
                 self._wait(SearchNode(self._bound(bound, order), next(self._numbers), order, None, fitting))
@@ -246,13 +230,13 @@ class BranchAndBound:
         runnable = []
         for strategy in strategies:
             if reasons := refusals(space.with_strategy(order, strategy)):
-                self.refusals.layout(LayoutProblem("unbuilt", reasons[0]))
+                _count(self.refused_layouts, LayoutProblem("unbuilt", reasons[0]))
             else:
                 runnable.append(strategy)
         return tuple(runnable)
 
     def _full(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> LayoutProblem:
-        if "memory" not in self.refusals.layouts:
+        if "memory" not in self.refused_layouts:
             for strategy in strategies:
                 layout = space.with_strategy(order, strategy)
                 footprint = memory(self.description, layout, self.cluster, self.global_batch)

@@ -19,14 +19,13 @@ Bounds for a single schedule: `schedule_bound` and `order_bound`.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 from hpcdist.constants import J_PER_KWH
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate, TimeEstimate
-from hpcdist.planner.layout import OBJECTIVES, RECOMPUTE, SEARCH_SETTINGS, ParallelLayout
+from hpcdist.planner.layout import OBJECTIVES, RECOMPUTE, SEARCH_SETTINGS, ParallelLayout, divisors
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
 from hpcdist.planner.plan import devices_held, energy, peak_of, peak_share
@@ -48,10 +47,7 @@ UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """Settings of a search: the objective, the values to try, and the results to return.
-
-    Empty ``tensors``, ``pipelines``, ``contexts``, ``chunks`` or ``microbatches``: try all possible numbers.
-    """
+    """Settings of a layout search: the objective, the values to try, and the results to return."""
 
     objective: str = "time"  # quantity per step to minimise
     steps: int = 1000
@@ -61,7 +57,7 @@ class SearchSpec:
     base: ParallelLayout = field(default_factory=ParallelLayout)
     strategies: tuple[str, ...] = ("allreduce", "zero1", "zero2", "zero3")
     schedules: tuple[str, ...] = PIPELINES
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()  # (): all possible numbers, as in tensors, pipelines, contexts and microbatches
     recompute: tuple[str, ...] = RECOMPUTE
     compressions: tuple[str, ...] = ("none",)
     tensors: tuple[int, ...] = ()
@@ -98,14 +94,14 @@ class SearchSpec:
 
 
 def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
-    """Return the memory in bytes that ``spec`` allows on a device with ``memory_bytes`` bytes of memory. Local."""
+    """Return the bytes that a layout may use on a device with ``memory_bytes`` bytes of memory."""
     if spec.memory_bytes:
         return min(spec.memory_bytes, memory_bytes)
     return memory_bytes * (1 - spec.headroom)
 
 
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield a layout for each combination of parallel degrees. ``devices``: number of devices. ``spec``: settings."""
+    """Yield a layout for each combination of parallel sizes on ``devices`` devices."""
     # The caller must check that the layouts are possible. With `spec.fewer`, also smaller divisors of ``devices`` are
     # used.
     for tensor in _chosen(divisors(devices), spec.tensors):
@@ -128,7 +124,7 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of the layout ``grid``, one for each pair (recomputation, sequence parallelism) of ``spec``."""
+    """Yield copies of the layout ``grid`` with all combinations of recomputation and sequence parallelism."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
     if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed
@@ -139,7 +135,7 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try for the layout ``grid``, in ascending order. Local."""
+    """Return the micro-batch sizes to try for the layout ``grid``, in ascending order."""
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
@@ -153,7 +149,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return the pairs (pipeline schedule, chunks per rank) to try for the layout ``grid``. Local."""
+    """Return the (pipeline schedule, chunks per rank) pairs to try for the layout ``grid``."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
@@ -167,33 +163,23 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
 
 
 def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
-    """Return the (strategy, compression) pairs to try for the layout ``grid``. One rank needs only one pair. Local."""
+    """Return the (strategy, compression) pairs to try for the layout ``grid``."""
     if grid.data * grid.context == 1:
         none = "none" if "none" in spec.compressions else spec.compressions[0]
         return ((spec.strategies[0], none),)
     return tuple((strategy, compression) for strategy in spec.strategies for compression in spec.compressions)
 
 
-def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return a copy of the layout ``order`` with other values of ``strategy`` and ``compression``.
-
-    ``variant``: pair (strategy, compression). ``microbatch``: micro-batch size of the copy, or 0 to keep the size.
-    """
-    strategy, compression = variant
-    alone = not order.kernels.overlaps_coded and (compression != "none" or strategy == "parameter_server")
-    return order.but(
+def with_strategy(layout: ParallelLayout, strategy_pair: Strategy, microbatch: int = 0) -> ParallelLayout:
+    """Return a copy of ``layout`` with a (strategy, compression) pair and, if not 0, a micro-batch size."""
+    strategy, compression = strategy_pair
+    alone = not layout.kernels.overlaps_coded and (compression != "none" or strategy == "parameter_server")
+    return layout.but(
         strategy=strategy,
         compression=compression,
-        overlap=0.0 if alone else order.overlap,
-        microbatch=microbatch or order.microbatch,
+        overlap=0.0 if alone else layout.overlap,
+        microbatch=microbatch or layout.microbatch,
     )
-
-
-@lru_cache(maxsize=65536)
-def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of ``number`` in ascending order. Local."""
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
 def _chosen(possible: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[int, ...]:
@@ -210,7 +196,7 @@ def _chunks(description: ModelDescription, grid: ParallelLayout, spec: SearchSpe
 
 
 def check_objective(objective: str, cluster: Cluster) -> None:
-    """Raise UsageError if the cluster file lacks data for ``objective``, such as the price for "cost". Local."""
+    """Raise UsageError if the cluster file lacks data for ``objective``, such as prices for "cost"."""
     site = cluster.site
     if objective == "cost" and site.device_hour_price is None and site.kwh_price is None:
         raise UsageError(
@@ -225,7 +211,7 @@ def check_objective(objective: str, cluster: Cluster) -> None:
 
 
 def value(estimate: PlanEstimate, objective: str) -> float:
-    """Return the objective of one step: seconds (time), joules (energy), price (cost), or J s (energy-delay). Local."""
+    """Return the value of ``objective`` for one step, such as seconds, joules or a price."""
     if objective == "time":
         return estimate.step_s
     if objective == "cost":
@@ -236,7 +222,7 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return the sort key of a layout: (objective value, value that decides between equal objective values)."""
+    """Return the sort key of a plan: its objective value, and a second value to order equal values."""
     objective_value = value(estimate, objective)
     if objective != "time":
         return objective_value, objective_value
@@ -245,34 +231,31 @@ def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, 
 
 
 def unit(objective: str, cluster: Cluster) -> str:
-    """Return the unit of the objective values. Local."""
+    """Return the unit of the values of ``objective``."""
     return cluster.site.currency if objective == "cost" else UNITS[objective]
 
 
 def order_bound(
     flow: MicrobatchFlow,
     description: ModelDescription,
-    order: ParallelLayout,
+    layout: ParallelLayout,
     cluster: Cluster,
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of the layout ``order``, from its micro-batch times. Local.
-
-    ``flow``: result of `microbatch_flow` for this layout. ``objective``: such as "time" or "energy".
-    """
+    """Return a lower bound of the objective of ``layout``, from its micro-batch times ``flow``."""
     # Excludes gradient exchange, optimizer update and reading of samples, so the bound holds for every data-axis
     # strategy and compression.
     least_s = sum(flow.terms.values())
     if objective == "time":
         return least_s
-    peak_flops = (order.devices - order.servers) * peak_of(cluster, order)
-    reached = peak_share(step_flops(description, order, global_batch), flow, peak_flops)
-    return _worth(least_s, _joules(flow.terms, order, cluster, reached), order, cluster, objective)
+    peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
+    reached = peak_share(step_flops(description, layout, global_batch), flow, peak_flops)
+    return _worth(least_s, _joules(flow.terms, layout, cluster, reached), layout, cluster, objective)
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch of a set of layouts that differ only in schedule, chunks, strategy and compression."""
+    """Times per micro-batch of layouts that differ only in schedule, chunks, strategy and compression."""
 
     # Forward and backward with collectives, summed over all pipeline ranks. Excludes recomputation if ranks can
     # recompute while they wait for a gradient.
@@ -283,27 +266,24 @@ class FamilyTotals(NamedTuple):
 
 
 def family_totals(
-    description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
+    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the times per micro-batch of the whole model, over all pipeline ranks. Local.
-
-    ``family``: a layout whose schedule, chunks, data-axis strategy and compression are ignored.
-    """
-    many = family.microbatches(global_batch)
-    alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
+    """Return the times per micro-batch of the whole model, over all pipeline ranks."""
+    many = layout.microbatches(global_batch)
+    alone = layout.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
     load, waits = _alone(description, alone, cluster)
     forward_s = load.forward_s + sum(waits.forward_s.values())
     input_s = load.input_s + sum(waits.back_s.values())
     weight_s = load.weight_s + load.add_s * (many - 1) / many
     once_s = forward_s + input_s + weight_s
     again_s = load.again_s + sum(waits.again_s.values())
-    each_s = (once_s + again_s) / family.pipeline
-    if recomputes_ahead(family):  # one rank may recompute nothing
-        each_s = max(once_s / family.pipeline, (once_s + again_s) / (family.pipeline + RECOMPUTED_SHARE))
+    each_s = (once_s + again_s) / layout.pipeline
+    if recomputes_ahead(layout):  # one rank may recompute nothing
+        each_s = max(once_s / layout.pipeline, (once_s + again_s) / (layout.pipeline + RECOMPUTED_SHARE))
     else:
         input_s += again_s
     computes_s = load.forward_s + load.input_s + weight_s + load.again_s
-    full = -(-global_batch // family.data) / family.microbatch  # the last micro-batch may be smaller
+    full = -(-global_batch // layout.data) / layout.microbatch  # the last micro-batch may be smaller
     return FamilyTotals(PlannedSeconds(forward_s, input_s, weight_s), each_s, full, computes_s / (once_s + again_s))
 
 
@@ -318,36 +298,30 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
     return entry
 
 
-def family_bound(totals: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective of layout ``family``, without pipeline idle time. Local.
-
-    ``totals``: result of `family_totals` for this layout. ``objective``: such as "time" or "energy".
-    """
-    return _floor(totals, 0.0, 0.0, family, cluster, objective)
+def family_bound(totals: FamilyTotals, layout: ParallelLayout, cluster: Cluster, objective: str) -> float:
+    """Return a lower bound of the objective of ``layout``, without pipeline idle time."""
+    return _floor(totals, 0.0, 0.0, layout, cluster, objective)
 
 
 def schedule_bound(
-    totals: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
+    totals: FamilyTotals, layout: ParallelLayout, message_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective of layout ``order``, including pipeline idle time. Local.
-
-    ``totals``: result of `family_totals`. ``hop_s``: seconds of a message to the next pipeline rank.
-    """
-    ranks = order.pipeline
+    """Return a lower bound of the objective of ``layout``, with pipeline idle time."""
+    ranks = layout.pipeline
     if ranks == 1:
-        return family_bound(totals, order, cluster, objective)
+        return family_bound(totals, layout, cluster, objective)
     # Let X be the slowest rank's seconds per micro-batch, and S their sum over all p pipeline ranks; m micro-batches, v
     # model chunks per rank. The other ranks need at most Y = S / (p - 1) seconds per micro-batch on average. For ranks
     # with Y seconds, `closed_form` returns an idle time I, too large by at most E: X if the schedule splits backward in
     # two passes, else X / v. If ranks recompute while they wait, E is larger by half for 1F1B, and doubled for
     # interleaved. The step takes at least m X + I - E.
     most = PlannedSeconds(*(seconds / (ranks - 1) for seconds in totals.seconds))
-    form = closed_form(order, most, most, math.ceil(totals.full), hop_s)
-    fill = 1.0 if order.schedule in SPLIT else 1 / chunks_of(order.schedule, order.chunks)
-    if recomputes_ahead(order):
-        fill += fill * RECOMPUTED_SHARE * {"1f1b": 1, "interleaved": 2}.get(order.schedule, 0)
+    form = closed_form(layout, most, most, math.ceil(totals.full), message_s)
+    fill = 1.0 if layout.schedule in SPLIT else 1 / chunks_of(layout.schedule, layout.chunks)
+    if recomputes_ahead(layout):
+        fill += fill * RECOMPUTED_SHARE * {"1f1b": 1, "interleaved": 2}.get(layout.schedule, 0)
     idle_s = max(0.0, form.idle_s - fill * totals.each_s) if totals.full >= fill else 0.0
-    return ROUNDED * _floor(totals, idle_s, form.message_s, order, cluster, objective)
+    return ROUNDED * _floor(totals, idle_s, form.message_s, layout, cluster, objective)
 
 
 def _floor(

@@ -20,6 +20,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurve
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import context_share
+from hpcdist.planner.memory.model_states import unsharded
 from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape
 from hpcdist.strategies.context.operations import pairs, pieces
 
@@ -34,7 +35,7 @@ _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id
 
 
 class UnitSeconds(NamedTuple):
-    """Times in seconds of one model layer (block, embedding or head) for a micro-batch on one device."""
+    """Seconds of one model layer (block, embedding or head) for a micro-batch on one device."""
 
     forward_s: float
     input_s: float  # gradients of inputs
@@ -48,7 +49,7 @@ class UnitSeconds(NamedTuple):
 
 
 def cached(cluster: Cluster, kind: str) -> dict[Any, Any]:
-    """Return the cache of ``cluster`` for results of type ``kind``, such as "loads": a dict from key to result."""
+    """Return the cache of one ``kind`` of results, such as "loads", for ``cluster``."""
     results = _KNOWN.get(id(cluster))
     if results is None:
         results = _KNOWN[id(cluster)] = {}
@@ -64,10 +65,7 @@ timed_fields: Final = attrgetter(
 
 
 def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> UnitSeconds:
-    """Return forward, backward and recomputation times of layer ``unit`` for a micro-batch on one device. Local.
-
-    Raises ConfigurationError if the device has no efficiency curve for the precision.
-    """
+    """Return the seconds of layer ``unit`` per micro-batch. Raises ConfigurationError for missing speeds."""
     key = (unit, *timed_fields(layout))
     cache = cached(cluster, "unit_seconds")
     times: UnitSeconds | None = cache.get(key)
@@ -76,17 +74,8 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
     return times
 
 
-def main_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes per element of the main gradients, which sum the gradients of all micro-batches. Local."""
-    item = ITEM_BYTES[layout.precision]
-    return 4 if item == 2 and layout.kernels.has_main_gradients and layout.main_gradients == "float32" else item
-
-
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
-    """Return the fraction of the peak FLOP rate that a matrix product reaches, and a warning text or "".
-
-    ``curve``: measured fractions. ``size``: harmonic mean of the product's dimensions m, k and n.
-    """
+    """Return the fraction of the peak FLOP rate for a matrix product of ``size``, and a warning or ""."""
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
         return shares[0] * size / sizes[0], f"smaller than {sizes[0]:.6g}, the smallest on the curve"
@@ -216,7 +205,7 @@ class _Unit:
 
     def _add(self) -> float:
         # Seconds to add a micro-batch's weight gradients to the accumulated gradients.
-        each = main_bytes(self.layout) / self.moves
+        each = unsharded(self.layout).gradient / self.moves
         separate, waits = local_parameters(self.unit, self.layout), 0.0
         if self.layout.kernels.fuses_gradients and self.layout.gradient_fusion:
             for product in self.unit.products:
@@ -228,12 +217,12 @@ class _Unit:
 
 
 def local_parameters(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of parameters of layer ``unit`` on a device, before ZeRO shards them. Local."""
+    """Return the number of parameters of layer ``unit`` on a device, before ZeRO shards them."""
     experts = unit.expert_parameters / layout.tensor
     rest = unit.parameters - unit.cut_parameters + unit.cut_parameters / layout.tensor - experts
     return rest + local_experts(unit, layout)
 
 
 def local_experts(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of expert parameters of layer ``unit`` on a device, after tensor and expert sharding. Local."""
+    """Return the number of expert parameters of layer ``unit`` on a device."""
     return unit.expert_parameters / layout.tensor / layout.expert

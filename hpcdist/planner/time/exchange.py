@@ -45,7 +45,7 @@ TENSORS: Final = 12
 
 
 class BucketChoice(NamedTuple):
-    """Chosen bucket size in bytes, total cost of the buckets' allreduces, and seconds that overlap computation."""
+    """Chosen size of gradient buckets, cost of their allreduces, and seconds that overlap computation."""
 
     cost: MessageCost
     hidden_s: float
@@ -53,22 +53,19 @@ class BucketChoice(NamedTuple):
 
 
 class BucketedGradients(NamedTuple):
-    """Gradients of a device to send in buckets: number of ``parameters`` in ``units`` layers, and ``nbytes`` to send.
+    """Gradients of a device that are sent in buckets."""
 
-    ``backward_s``: computation that messages may overlap. ``spare_bytes``: free memory for buckets above default size.
-    """
-
-    parameters: float
-    nbytes: float
-    units: int
-    backward_s: float
-    spare_bytes: float
+    parameters: float  # number of parameters
+    nbytes: float  # bytes to send
+    units: int  # number of model layers
+    backward_s: float  # computation that messages may overlap
+    spare_bytes: float  # free memory for buckets above the default size
 
 
 def choose_bucket(
     gradients: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
 ) -> BucketChoice:
-    """Return the `BucketChoice` with the least exposed seconds. ``cost_of(n)``: cost of sending n buckets. Local."""
+    """Return the bucket size with the least exposed time. ``cost_of(n)`` is the cost of n buckets."""
     # Lengths are tried in ascending order, doubling each time. hpcdist starts with the default of a recipe, the
     # published implementation with a message per unit, but at least the same bytes.
     grows = layout.kernels.grows_buckets
@@ -107,21 +104,18 @@ def _more(gradients: BucketedGradients, layout: ParallelLayout, bucket_bytes: fl
 
 
 class ExchangeCost(NamedTuple):
-    """Cost of a data-axis exchange: exposed and hidden (overlapped) seconds per step, and bytes that a device sends.
-
-    ``server_nbytes``: bytes sent by a dedicated server, or 0. ``bucket_bytes``: gradient bytes per allreduce, or 0.
-    """
+    """Cost per step of exchanging gradients and parameters between data-parallel replicas."""
 
     exposed_s: float
-    hidden_s: float
-    nbytes: float
+    hidden_s: float  # overlaps computation
+    nbytes: float  # sent by a device
     algorithm: str
     flags: tuple[str, ...] = ()
-    server_nbytes: float = 0.0
-    bucket_bytes: float = 0.0
+    server_nbytes: float = 0.0  # sent by a dedicated server
+    bucket_bytes: float = 0.0  # gradient bytes per allreduce
 
     def plus(self, other: "ExchangeCost") -> "ExchangeCost":
-        """Return the cost of this exchange followed by the exchange ``other``."""
+        """Return the cost of this exchange followed by ``other``."""
         flags = tuple(dict.fromkeys((*self.flags, *other.flags)))
         names = dict.fromkeys(name for name in (self.algorithm, other.algorithm) if name != "none")
         return ExchangeCost(
@@ -152,11 +146,7 @@ def exchange(
     matrices: Matrices = (),  # (rows, columns, count) per weight shape, for powersgd; (): square
     spare_bytes: float = math.inf,  # free memory for allreduce buckets above the default size
 ) -> ExchangeCost:
-    """Return the cost per step of exchanging a device's gradients and parameters with its data-parallel replicas.
-
-    ``parameters``: on the device. ``backward_s``: backward seconds of a micro-batch. ``microbatches``: per step.
-    Raises UsageError for an unknown strategy.
-    """
+    """Return the cost per step of a data-parallel exchange. Raises UsageError for an unknown strategy."""
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     common = parameters - expert_parameters if layout.expert > 1 else parameters
@@ -248,16 +238,15 @@ class _Job(NamedTuple):
         push_s = self._incast(pushed, ranks) + ranks * pushed * per_byte * 3 / self._servers_each
         pull_s = self._incast(pulled, ranks)
         hidden = self._hide(push_s, 1)[1]
+        flags = ["incast: queues at the servers' links, no lost packets", *(() if payload else self._useless())]
+        if layout.algorithm != "auto":
+            flags.append(substitute_warning(layout.algorithm, "push and pull", "messages to each server"))
         return ExchangeCost(
             push_s - hidden + pull_s + coding_s,
             hidden,
             pushed,
             "dedicated servers",
-            (
-                "incast: queues at the servers' links, no lost packets",
-                *(() if payload else self._useless()),
-                *self._ignored("push and pull", "messages to each server"),
-            ),
+            tuple(flags),
             ranks * pulled / self._servers_each,
         )
 
@@ -303,10 +292,6 @@ class _Job(NamedTuple):
     def _useless(self) -> tuple[str, ...]:
         name = self.layout.compression
         return () if name == "none" else (f"{name} does not reduce the bytes; gradients are sent uncompressed",)
-
-    def _ignored(self, operation: str, taken: str) -> tuple[str, ...]:
-        name = self.layout.algorithm
-        return () if name == "auto" else (substitute_warning(name, operation, taken),)
 
     def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> MessageCost:
         layout = self.layout

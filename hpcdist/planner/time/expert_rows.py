@@ -34,17 +34,17 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Method to send tokens to experts on ``nodes`` nodes, with ``ranks_per_node`` expert-parallel ranks per node."""
+    """Method of sending tokens to experts on other ranks, such as shared memory."""
 
     # "node memory" (shared memory), "hierarchical" (a message from node to node), "pairs" (a message from rank to
     # rank), or "" without expert parallelism
     method: str = ""
     nodes: int = 1
-    ranks_per_node: int = 1
+    ranks_per_node: int = 1  # expert-parallel ranks
 
 
 def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
-    """Return the method (such as shared memory) by which ``layout`` sends tokens to experts of other ranks. Local."""
+    """Return the method by which ``layout`` sends tokens to experts on other ranks."""
     if layout.expert == 1:
         return RowRoute()
     total, node_devices = layout.devices - layout.servers, cluster.node.devices
@@ -58,11 +58,8 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
     return RowRoute(way, nodes, each)
 
 
-def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of one all-to-all between expert-parallel ranks. Local.
-
-    ``turn``: kind of data: "counts", "rows" (tokens), "gradients" or "results". ``nbytes``: data size on a device.
-    """
+def row_turn(content: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
+    """Return the cost of one all-to-all of ``content`` between expert ranks, such as "gradients"."""
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if not layout.kernels.routes_rows:
         return collective("all_to_all", nbytes, reach, cluster)
@@ -73,7 +70,7 @@ def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster)
     else:
         cost = _between_nodes(nbytes, route, layout, cluster)
     moves = cluster.device.memory_bytes_per_s * cluster.device.memory_share
-    copied_s = 2 * COPIES[turn][route.method != SHARED] * nbytes / moves
+    copied_s = 2 * COPIES[content][route.method != SHARED] * nbytes / moves
     return cost._replace(seconds=cost.seconds + copied_s, flags=(*cost.flags, EVEN_LOADS_FLAG))
 
 
@@ -91,27 +88,19 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of a device's buffers for sending tokens to experts of other ranks. Local.
-
-    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`.
-    """
+    """Return the bytes of a device's buffers for sending ``nbytes`` bytes of tokens to experts."""
     if route.method == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients
     return node_traffic(nbytes, route.nodes, route.ranks_per_node).workspace if route.method == HIERARCHICAL else 0.0
 
 
-def counts_bytes(experts: int) -> int:
-    """Return the bytes of the token counts that a rank sends: one int64 count for each expert."""
-    return 8 * experts
-
-
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of shared memory that a rank needs to send ``nbytes`` bytes of token rows to experts."""
+    """Return the bytes of shared memory in which a rank publishes ``nbytes`` bytes of tokens to its node."""
     return 2 * part_bytes(nbytes)
 
 
 class NodeTraffic(NamedTuple):
-    """Traffic of a rank in one hierarchical all-to-all between several nodes."""
+    """Traffic of one rank in a hierarchical all-to-all over several nodes."""
 
     between: float  # mean bytes sent to other nodes
     inside: float  # mean bytes sent within the node
@@ -121,7 +110,7 @@ class NodeTraffic(NamedTuple):
 
 
 def node_traffic(nbytes: float, nodes: int, ranks_per_node: int) -> NodeTraffic:
-    """Return the `NodeTraffic` of one all-to-all over several nodes. ``nbytes``: size of a rank's whole send buffer."""
+    """Return the traffic of a hierarchical all-to-all with ``nbytes`` bytes in a rank's send buffer."""
     messages = -(-(nodes - 1) // ranks_per_node)  # number of nodes for which the busiest rank acts
     away, most = (nodes - 1) / nodes * nbytes, messages * ranks_per_node * nbytes / nodes
     inside = (ranks_per_node - 1) / ranks_per_node * (nbytes / nodes + 2 * away)

@@ -31,14 +31,14 @@ STORED_ITEM_BYTES: Final = ITEM_BYTES  # of stored gradients and parameters
 
 
 def gradient_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes per gradient element in messages on the data axis, without compression."""
+    """Return the bytes of an uncompressed gradient element in messages on the data axis."""
     if layout.kernels.sends_stored_gradients and layout.strategy != "allreduce":
         return STORED_ITEM_BYTES[layout.precision]
     return summed_item_bytes(layout)
 
 
 def summed_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes per gradient element in allreduce messages, without compression."""
+    """Return the bytes of an uncompressed gradient element in allreduce messages."""
     working = STORED_ITEM_BYTES[layout.precision]
     is_narrow = layout.kernels.has_main_gradients and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
@@ -65,7 +65,7 @@ class Payload(NamedTuple):
     flags: tuple[str, ...] = ()
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds to encode and decode the payload on a device of ``cluster``."""
+        """Return the seconds to encode and decode the payload."""
         device = cluster.device
         moved_s = self.touched_bytes / (device.memory_bytes_per_s * device.memory_share)
         peak = device.peak_flops.get("float32", 0.0)
@@ -73,12 +73,8 @@ class Payload(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the `Payload` of ``values`` gradient elements, or None for compression "none".
-
-    ``ranks``: ranks that sum. ``units``: number of layers. ``matrices``: (rows, columns, count) of each weight shape.
-    Raises UsageError for an unknown compression.
-    """
+def payload(compression: str, values: float, ranks: int, layers: int = 1, matrices: Matrices = ()) -> Payload | None:
+    """Return the payload of ``values`` compressed gradient elements, or None if uncompressed. Raises UsageError."""
     if compression == "none":
         return None
     if compression not in COMPRESSIONS:
@@ -87,13 +83,13 @@ def payload(compression: str, values: float, ranks: int, units: int = 1, matrice
         nbytes = 8 * TOPK_DENSITY * values
         return Payload(nbytes, "gathered", _ENCODE_BYTES * values + nbytes + ranks * nbytes + 4 * values)
     if compression == "powersgd":
-        return _low_rank(values, units, matrices)
+        return _low_rank(values, layers, matrices)
     scales = 4 * values / QUANTISE_BLOCK
     nbytes = {
         "bfloat16": 2 * values,
         "int8": values + scales,
         "int4": values / 2 + scales,
-        "onebit": values / 8 + 4 * ranks * units,
+        "onebit": values / 8 + 4 * ranks * layers,
     }[compression]
     # Encoded for the owners, who read, sum and encode the sums; then decoded.
     return Payload(nbytes, "owned", _ENCODE_BYTES * values + 3 * nbytes + 2 * 4 * values)
@@ -116,11 +112,11 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """Gradients that a device compresses: number of elements, number of layers, and shapes of the matrices."""
+    """Gradients that a device compresses."""
 
-    values: float
-    units: int
-    matrices: Matrices
+    values: float  # number of elements
+    units: int  # number of model layers
+    matrices: Matrices  # shapes of the weights
 
 
 def compressed_sum(
@@ -129,15 +125,11 @@ def compressed_sum(
     layout: ParallelLayout,
     axis: str,
     cluster: Cluster,
-    messages: int = 1,
+    buckets: int = 1,
 ) -> MessageCost:
-    """Return the cost of summing compressed gradients over ``axis``, including the time to encode and decode.
-
-    ``operation``: "allreduce" or "reduce_scatter". ``axis``: parallel axis, such as "data". ``messages``: number of
-    equal buckets.
-    """
+    """Return the cost of summing compressed gradients over ``axis``, with encoding and decoding."""
     whole = span(layout, axis, cluster)
-    flat = _over(operation, gradients, layout, whole, cluster, messages)
+    flat = _over(operation, gradients, layout, whole, cluster, buckets)
     inside = _inside(whole, cluster)
     if inside in (1, whole.size) or flat.algorithm.endswith("allreduce"):
         return flat
@@ -147,10 +139,10 @@ def compressed_sum(
     far = group(whole.size // inside, whole.stride * inside, total, cluster.levels, layout.channels)
     halves = ("reduce_scatter", "all_gather") if operation == "allreduce" else ("reduce_scatter",)
     sums = [
-        repeated_cost(collective(half, _FLOAT32 * gradients.values / messages, near, cluster), messages)
+        repeated_cost(collective(half, _FLOAT32 * gradients.values / buckets, near, cluster), buckets)
         for half in halves
     ]
-    between = _over(operation, gradients._replace(values=gradients.values / inside), layout, far, cluster, messages)
+    between = _over(operation, gradients._replace(values=gradients.values / inside), layout, far, cluster, buckets)
     nodes = MessageCost(
         between.seconds + sum(half_cost.seconds for half_cost in sums),
         between.nbytes + sum(half_cost.nbytes for half_cost in sums),

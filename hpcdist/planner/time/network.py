@@ -39,7 +39,7 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Links of one speed that a group of devices uses. They join sets of devices: for example, nodes."""
+    """Links of one speed in a group of devices, such as the links between nodes."""
 
     outer: int  # index of the level in the cluster; 0: the fastest level
     fan: int  # number of joined sets that contain members of the group
@@ -51,31 +51,28 @@ class LinkTier(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupSpan:
-    """Group of ``size`` devices, every ``stride``-th device of the job, and the links ``tiers`` between the devices.
-
-    ``tiers``: fastest links first; empty for one device. ``channels``: True for several parallel rings or trees.
-    """
+    """Group of ``size`` devices, every ``stride``-th device of a job, and the links between them."""
 
     size: int
     stride: int
-    tiers: tuple[LinkTier, ...]
-    channels: bool = False
+    tiers: tuple[LinkTier, ...]  # fastest links first; () for one device
+    channels: bool = False  # several rings or trees run in parallel
     flags: tuple[str, ...] = ()
 
     @property
     def slow(self) -> float:
-        """Seconds per byte on the group's slowest links, if the group sends in a ring or tree."""
+        """Seconds per byte on the slowest links of a ring or tree."""
         if self.channels:
             return max(tier.crowded / tier.lanes for tier in self.tiers)
         return max(tier.single for tier in self.tiers)
 
     @property
     def latency_s(self) -> float:
-        """Largest latency of the links between the group's devices, in seconds."""
+        """Largest latency of the links between the devices, in seconds."""
         return max(tier.latency_s for tier in self.tiers)
 
     def tier_at(self, distance: int) -> LinkTier:
-        """Return the links between each group rank r and rank r XOR ``distance``, which is a power of 2."""
+        """Return the links between ranks r and r XOR ``distance``, which is a power of 2."""
         # Partners share an aligned block of 2 * distance members: the first tier whose boxes consist of such blocks.
         for tier in self.tiers[:-1]:
             if tier.lanes * tier.fan % (2 * distance) == 0:
@@ -84,10 +81,7 @@ class GroupSpan:
 
 
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
-    """Return the size, the stride and the links of the device groups that communicate on ``axis``.
-
-    ``axis``: parallel axis, one of `AXES`. Raises UsageError if the axis is unknown or has no links.
-    """
+    """Return the device groups that communicate on a parallel axis, with their links. Raises UsageError."""
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
     # "all": all computing devices. "replicas": devices with the same parameters. "expert_replicas": devices with the
@@ -114,24 +108,20 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 
 
 @lru_cache(maxsize=1 << 16)
-def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
-    """Return the group of ``size`` devices, every ``stride``-th device, with the links that connect the devices.
-
-    ``total``: devices of the job. ``levels``: links of the cluster, fastest first. ``channels``: True if several rings
-    or trees run in parallel. Raises UsageError if no links join the devices.
-    """
+def group(size: int, stride: int, job_devices: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
+    """Return a device group with the links between its devices. Raises UsageError if no links join them."""
     # `flags` warns of nodes with unequal numbers of members.
     tiers: list[LinkTier] = []
     flags: list[str] = []
     below = box_below = 1
     for outer, level in enumerate(levels):
-        box = level.devices or max(total, box_below)
-        inside = size if total <= box else members_inside(size, stride, box, below)
-        if total > box > stride and (box % stride or inside < min(size, box // stride)):
+        box = level.devices or max(job_devices, box_below)
+        inside = size if job_devices <= box else members_inside(size, stride, box, below)
+        if job_devices > box > stride and (box % stride or inside < min(size, box // stride)):
             flags.append(f"groups of {size} devices, {stride} apart, do not fill boxes of {box} evenly")
         if inside > below:
             # In a flat ring each group with members in a box below sends once over the links of the box.
-            groups = min(stride, box_below, total)
+            groups = min(stride, box_below, job_devices)
             most = level.alone_bytes_per_s or level.bytes_per_s
             single = 1 / min(most, level.bytes_per_s * box_below / groups)
             tiers.append(LinkTier(outer, inside // below, below, level.latency_s, 1 / level.bytes_per_s, single))
@@ -139,7 +129,7 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
         box_below = box
     if below < size:
         raise UsageError(
-            f"the job has {total} devices, but the link levels of the cluster join only "
+            f"the job has {job_devices} devices, but the link levels of the cluster join only "
             f"{levels[-1].devices if levels else 1} devices; set `devices` of the last level to 0 (all devices)"
         )
     return _span(size, stride, tuple(tiers), channels, tuple(flags))
@@ -150,14 +140,11 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
     return GroupSpan(size, stride, tiers, channels, flags)
 
 
-def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
-    """Return the number of group members in a node (or other set) of ``box`` consecutive devices.
-
-    The group has ``size`` devices, ``stride`` apart. ``below``: its members in a smaller set, such as a socket.
-    """
+def members_inside(size: int, stride: int, box: int, inner_members: int = 1) -> int:
+    """Return the number of group members among ``box`` consecutive devices, such as those in a node."""
     # The result divides `size`. Boxes nest: a multiple of `below`, which divides the group into equal parts.
     room = max(1, box // stride)
-    return below * math.gcd(size // below, max(1, room // below))
+    return inner_members * math.gcd(size // inner_members, max(1, room // inner_members))
 
 
 Formula = Callable[[float, GroupSpan], tuple[float, float]]  # (n bytes, span) -> (seconds, bytes sent by a device)
@@ -293,7 +280,7 @@ _NAMES: Final = frozenset(ALGORITHMS) | {name for formulas in FORMULAS.values() 
 
 
 class MessageCost(NamedTuple):
-    """Cost of a message or collective: seconds, maximum bytes that a device sends, algorithm, and warnings."""
+    """Cost of a message or collective: seconds, maximum bytes that a device sends, algorithm, warnings."""
 
     seconds: float
     nbytes: float
@@ -304,18 +291,15 @@ class MessageCost(NamedTuple):
 NO_COST: Final = MessageCost(0.0, 0.0, "none")
 
 
-def repeated_cost(cost: MessageCost, often: float) -> MessageCost:
-    """Return the cost of ``often`` successive operations, each of cost ``cost``. Local."""
-    return MessageCost(cost.seconds * often, cost.nbytes * often, cost.algorithm, cost.flags)
+def repeated_cost(cost: MessageCost, count: float) -> MessageCost:
+    """Return the cost of ``count`` successive operations."""
+    return MessageCost(cost.seconds * count, cost.nbytes * count, cost.algorithm, cost.flags)
 
 
 def collective(
     operation: str, nbytes: float, span: GroupSpan, cluster: Cluster, algorithm: str = "auto"
 ) -> MessageCost:
-    """Return the cost of collective ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
-
-    ``nbytes``: size of the input; for all_gather, of the output. ``algorithm``: such as "ring". Raises UsageError.
-    """
+    """Return the cost of a collective on a whole buffer of ``nbytes`` bytes. Raises UsageError."""
     if span.size <= 1 or nbytes <= 0:
         return NO_COST
     if cluster.fits and span.stride == 1:  # fits are measured on neighbours; strided groups use other links
@@ -330,7 +314,7 @@ def collective(
 
 
 def message(nbytes: float, layout: ParallelLayout, axis: str, cluster: Cluster) -> MessageCost:
-    """Return the cost of a message to the next rank of ``axis`` over the slowest link, while all ranks send."""
+    """Return the cost of a message to the next rank of ``axis`` while all ranks send."""
     reach = span(layout, axis, cluster)
     if reach.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -388,7 +372,7 @@ def _cost(operation: str, nbytes: float, span: GroupSpan, algorithm: str) -> Mes
 
 
 def substitute_warning(algorithm: str, operation: str, substitute: str) -> str:
-    """Return the warning that ``operation`` uses ``substitute``, because it does not support ``algorithm``."""
+    """Return the warning that ``operation`` does not support ``algorithm`` and uses ``substitute``."""
     return f"algorithm = {algorithm}: {operation} does not have this algorithm and uses {substitute}"
 
 

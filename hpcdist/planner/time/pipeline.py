@@ -43,7 +43,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")
 
 
 class PlannedSeconds(NamedTuple):
-    """Seconds per micro-batch on a pipeline rank or in a model chunk: forward, input gradients, weight gradients."""
+    """Seconds per micro-batch of the forward, input-gradient and weight-gradient passes."""
 
     forward_s: float
     input_s: float
@@ -56,19 +56,16 @@ class PlannedSeconds(NamedTuple):
 
 
 class PipelineTime(NamedTuple):
-    """Seconds of a step on the slowest pipeline rank: computation, message transfers, and other idle time.
+    """Time of a step on the slowest pipeline rank, in seconds."""
 
-    ``bubble``: fraction of time without computation, from this rank's first forward to its last backward.
-    """
-
-    busy_s: float
-    message_s: float
-    idle_s: float
-    bubble: float
+    busy_s: float  # computation
+    message_s: float  # message transfers
+    idle_s: float  # other idle time
+    bubble: float  # fraction without computation, from the rank's first forward to its last backward
 
     @property
     def whole_s(self) -> float:
-        """Total seconds of a step: computation, message transfers and other idle time."""
+        """Seconds of the whole step on the slowest pipeline rank."""
         return self.busy_s + self.message_s + self.idle_s
 
 
@@ -85,10 +82,7 @@ def closed_time(
     steps_overlap: bool = False,  # a rank starts the next step without waiting for other ranks
     ahead_s: float = 0.0,  # seconds per micro-batch of recomputation that can overlap the wait for the gradient
 ) -> PipelineTime:
-    """Return the time of a step on the slowest pipeline rank, by a closed formula.
-
-    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks.
-    """
+    """Return the step time by a closed formula, from the pass times of the slowest and the other ranks."""
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
         return PipelineTime(busy_s, 0.0, 0.0, 0.0)
@@ -149,10 +143,7 @@ def simulated_timeline(
     message_s: float = 0.0,  # seconds of a message on a link
     recompute: bool = False,  # recompute chunks before the gradient arrives
 ) -> "StepTimeline":
-    """Return the simulated timeline of the forward and backward passes of a step. Local.
-
-    ``chunks``: times of a micro-batch in each model chunk, in model order. ``ranks``: number of pipeline ranks.
-    """
+    """Simulate the passes of a step. ``chunks``: pass times of all model chunks, in model order."""
     from hpcdist.strategies.schedule import timeline
     from hpcdist.strategies.schedule.simulated_program import LinkCost, StepCosts
 
@@ -180,7 +171,7 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 
 
 class StageTime(NamedTuple):
-    """Times of a micro-batch on a pipeline rank (or in one model chunk), and the waiting for collectives."""
+    """Times of a micro-batch on a pipeline rank or in a model chunk, with collectives."""
 
     load: StageLoad  # computation and collectives
     sent: CollectiveWait  # seconds of waiting for collectives, by axis
@@ -200,11 +191,7 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the forward and backward times of a pipeline rank per micro-batch, as a `StageTime`. Local.
-
-    ``load``: computation and collectives of the rank. ``microbatches``: per step. ``costs``: cache of collective costs,
-    or None.
-    """
+    """Return the times per micro-batch of a pipeline rank from its computation and collectives, ``load``."""
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
     is_early = recomputes_ahead(layout)
@@ -219,7 +206,7 @@ def stage_of(
 def ranks_of(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[tuple[StageTime, int]]:
-    """Return pairs (`StageTime`, number of pipeline ranks with these times). ``microbatches``: per step. Local."""
+    """Return (`StageTime`, number of pipeline ranks with these times) pairs."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     return [
         (stage_of(load, layout, cluster, microbatches, costs), often)
@@ -227,17 +214,8 @@ def ranks_of(
     ]
 
 
-def chunks_seconds(
-    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
-) -> list[PlannedSeconds]:
-    """Return the seconds per micro-batch in each pipeline chunk, in model order. ``microbatches``: per step. Local."""
-    costs: dict[tuple[str, str, float], MessageCost] = {}
-    of_chunks = chunk_loads(description, layout, cluster)
-    return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
-
-
 def border_message(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the `MessageCost` of sending a micro-batch's activations to the next pipeline rank. Local."""
+    """Return the cost of sending a micro-batch's activations to the next pipeline rank."""
     if layout.pipeline == 1:
         return NO_COST
     numbers = layout.microbatch * description.tokens * description.width / layout.context
@@ -251,7 +229,7 @@ def border_message(description: ModelDescription, layout: ParallelLayout, cluste
 
 
 def messages_per_microbatch(layout: ParallelLayout) -> int:
-    """Return the number of messages that the busiest pipeline rank sends per micro-batch. Local."""
+    """Return the number of messages that the busiest pipeline rank sends per micro-batch."""
     chunks_per_rank = chunks_of(layout.schedule, layout.chunks)
     if layout.pipeline > 2:
         return 2 * chunks_per_rank
@@ -264,18 +242,18 @@ def messages_block(layout: ParallelLayout) -> bool:
 
 
 def steps_overlap(layout: ParallelLayout) -> bool:
-    """Return True if a pipeline rank may start its next step before other ranks have finished the current step."""
+    """Return True if a pipeline rank may start a step before other ranks finish the previous step."""
     return layout.kernels.blocks_on_messages and layout.schedule in SPLIT
 
 
 def closed_pipe(
-    layout: ParallelLayout, m: int, ranks: Sequence[tuple[StageTime, int]], slowest: StageTime, hop_s: float
+    layout: ParallelLayout,
+    microbatches: int,
+    ranks: Sequence[tuple[StageTime, int]],
+    slowest: StageTime,
+    message_s: float,
 ) -> PipelineTime:
-    """Return the step time of the pipeline of ``layout`` by a closed formula. Local.
-
-    ``m``: micro-batches per step. ``ranks``: result of `ranks_of`. ``slowest``: times of the slowest rank. ``hop_s``:
-    seconds of a message between neighbouring ranks.
-    """
+    """Return the step time of a pipeline by a closed formula, from the times of its ranks."""
     others = slowest.seconds
     if layout.pipeline > 1:
         rest = [0.0, 0.0, 0.0]
@@ -283,25 +261,26 @@ def closed_pipe(
             for index, seconds in enumerate(stage.seconds):
                 rest[index] += seconds * (often - (stage is slowest))
         others = PlannedSeconds(*(total / (layout.pipeline - 1) for total in rest))
-    return closed_form(layout, slowest.seconds, others, m, hop_s, slowest.ahead_s)
+    return closed_form(layout, slowest.seconds, others, microbatches, message_s, slowest.ahead_s)
 
 
 def closed_form(
-    layout: ParallelLayout, slowest: PlannedSeconds, others: PlannedSeconds, m: int, hop_s: float, ahead_s: float = 0.0
+    layout: ParallelLayout,
+    slowest: PlannedSeconds,
+    others: PlannedSeconds,
+    microbatches: int,
+    message_s: float,
+    ahead_s: float = 0.0,
 ) -> PipelineTime:
-    """Return the step time of a pipeline of ``layout`` by the formula of `closed_time`. Local.
-
-    ``slowest``, ``others``: times on the slowest and the other ranks. ``m``: micro-batches per step. ``hop_s``: seconds
-    of a message between ranks. ``ahead_s``: recomputation that overlaps waiting.
-    """
+    """Return the result of `closed_time` for the schedule and the pipeline size of ``layout``."""
     return closed_time(
         layout.schedule,
         slowest,
         others,
         layout.pipeline,
-        m,
+        microbatches,
         chunks=layout.chunks,
-        message_s=hop_s,
+        message_s=message_s,
         blocking=messages_block(layout),
         steps_overlap=steps_overlap(layout),
         ahead_s=ahead_s,
@@ -309,22 +288,32 @@ def closed_form(
 
 
 def simulated_pipe(
-    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, m: int, slowest: StageTime, hop_s: float
+    description: ModelDescription,
+    layout: ParallelLayout,
+    cluster: Cluster,
+    microbatches: int,
+    slowest: StageTime,
+    message_s: float,
 ) -> PipelineTime:
-    """Return the step time of a pipeline by simulation of its schedule. Local.
-
-    ``m``: micro-batches per step. ``slowest``: times of the slowest rank. ``hop_s``: seconds of a message.
-    """
-    chunks = chunks_seconds(description, layout, cluster, m)
+    """Return the step time of a pipeline by simulation of its schedule."""
+    costs: dict[tuple[str, str, float], MessageCost] = {}
+    chunk_times = (
+        stage_of(load, layout, cluster, microbatches, costs) for load in chunk_loads(description, layout, cluster)
+    )
+    chunks = [times.seconds for times in chunk_times]
     # Without messages the simulation gives the idle time of the schedule; the additional time is waiting for messages.
-    repeats, busy_s = recomputes_ahead(layout), m * slowest.whole_s
-    bare = simulated_timeline(layout.schedule, chunks, layout.pipeline, m, recompute=repeats)
-    blocked_s = 2 * m * len(chunks) // layout.pipeline * hop_s if messages_block(layout) else 0.0
+    repeats, busy_s = recomputes_ahead(layout), microbatches * slowest.whole_s
+    bare = simulated_timeline(layout.schedule, chunks, layout.pipeline, microbatches, recompute=repeats)
+    blocked_s = 2 * microbatches * len(chunks) // layout.pipeline * message_s if messages_block(layout) else 0.0
     if blocked_s:  # a message is part of its pass
-        chunks = [PlannedSeconds(chunk.forward_s + hop_s, chunk.input_s + hop_s, chunk.weight_s) for chunk in chunks]
-        full = simulated_timeline(layout.schedule, chunks, layout.pipeline, m)
+        chunks = [
+            PlannedSeconds(chunk.forward_s + message_s, chunk.input_s + message_s, chunk.weight_s) for chunk in chunks
+        ]
+        full = simulated_timeline(layout.schedule, chunks, layout.pipeline, microbatches)
     else:
-        full = simulated_timeline(layout.schedule, chunks, layout.pipeline, m, message_s=hop_s, recompute=repeats)
+        full = simulated_timeline(
+            layout.schedule, chunks, layout.pipeline, microbatches, message_s=message_s, recompute=repeats
+        )
     if steps_overlap(layout):
         bare_s, full_s = (max(stage.span_s for stage in line.stages) for line in (bare, full))
     else:

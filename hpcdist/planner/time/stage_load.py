@@ -20,7 +20,6 @@ from hpcdist.planner.memory.activations import context_share
 from hpcdist.planner.model.description import AttentionShape, ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
-from hpcdist.planner.time.expert_rows import counts_bytes as row_counts_bytes
 from hpcdist.planner.time.expert_rows import row_turn
 from hpcdist.planner.time.network import MessageCost, collective, span
 from hpcdist.strategies.context.costs import counts_bytes, exchanged_bytes, ring_exposed_s, ring_passes
@@ -30,11 +29,12 @@ BACKWARD: Final = 1
 OVERLAPPED: Final = 2  # in backward, overlapping gradients that do not wait for it
 RECOMPUTE: Final = 3
 _PLACES: Final = (0, 1, 1, 2)  # phase -> index of the waits in `CollectiveWait`
+INT64_BYTES: Final = 8  # token count per expert
 LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
 class AxisCollective(NamedTuple):
-    """Collective that a rank calls once per micro-batch for one model layer, on parallel axis ``axis``."""
+    """Collective on parallel axis ``axis`` that a rank calls once per micro-batch for one model layer."""
 
     when: int  # `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`
     axis: str
@@ -45,7 +45,7 @@ class AxisCollective(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """Computation, collectives and parameters of some layers of a model, for one micro-batch."""
+    """Computation, collectives and parameters of some model layers, for one micro-batch."""
 
     forward_s: float
     input_s: float
@@ -62,23 +62,19 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Waiting for the collectives of a micro-batch: dicts from parallel axis to seconds of a rank.
-
-    ``back_s``: in backward. ``again_s``: in recomputation. ``nbytes``: bytes sent, by axis. ``hidden_s``: seconds of
-    ring attention messages that overlap computation.
-    """
+    """Seconds that a rank waits for the collectives of a micro-batch, by parallel axis."""
 
     forward_s: dict[str, float]
-    back_s: dict[str, float]
-    again_s: dict[str, float]
-    nbytes: dict[str, float]
+    back_s: dict[str, float]  # in backward
+    again_s: dict[str, float]  # in recomputation
+    nbytes: dict[str, float]  # sent bytes
     algorithms: dict[str, str]
     flags: tuple[str, ...]
-    hidden_s: float = 0.0
+    hidden_s: float = 0.0  # ring attention messages that overlap computation
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
-    """Return pairs (work of a rank as `StageLoad`, number of pipeline ranks with exactly this work). Local."""
+    """Return (`StageLoad`, number of pipeline ranks with this load) pairs."""
     cache = cached(cluster, "loads")
     key = load_key(description, layout)
     distinct: tuple[tuple[StageLoad, int], ...] | None = cache.get(key)
@@ -101,7 +97,7 @@ def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluste
 
 
 def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, ...]:
-    """Return the `StageLoad` (computation and collectives) of each pipeline chunk, in model order. Local."""
+    """Return the `StageLoad` of each pipeline chunk, in model order."""
     return tuple(
         _load(chunk.shares, {share.place: share.times for share in repeated.shares}, description, layout, cluster)
         for chunk, repeated in zip(chunks(description, layout), recomputed(description, layout), strict=True)
@@ -109,7 +105,7 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the sum of ``load`` and ``other``, the work of two model chunks of one pipeline rank. Local."""
+    """Return the sum of the loads of two model chunks on one pipeline rank."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
     return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))
@@ -122,10 +118,7 @@ def collective_wait(
     cluster: Cluster,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the seconds per micro-batch that a rank waits for collectives, by axis. Local.
-
-    ``load``: computation and collectives of the rank. ``costs``: cache of collective costs; new costs are added.
-    """
+    """Return the time per micro-batch that a rank waits for the collectives in ``load``."""
     costs = {} if costs is None else costs
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
     nbytes: dict[str, float] = {}
@@ -164,7 +157,7 @@ def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) ->
 
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
-    """Return the key under which a result of `loads` is cached. Local."""
+    """Return the cache key of `loads`."""
     return (description, layout.pipeline, layout.chunks, layout.schedule, *timed_fields(layout))
 
 
@@ -241,7 +234,7 @@ def _calls(
         by_rows = layout.sequence_parallel and layout.kernels.splits_expert_rows
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
         if layout.kernels.routes_rows:
-            yield AxisCollective(FORWARD, "expert", "counts", row_counts_bytes(first.experts))
+            yield AxisCollective(FORWARD, "expert", "counts", INT64_BYTES * first.experts)
         turns = (FORWARD, "rows"), (FORWARD, "results"), (BACKWARD, "gradients"), (BACKWARD, "results")
         for when, turn in turns:
             yield AxisCollective(when, "expert", turn, tokens * first.inner * each)

@@ -42,10 +42,8 @@ WIDE_BYTES = 4  # float32: of a master, a moment
 
 
 def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
-    """Return the seconds of the gradient norm and the optimizer update on one device. Local.
-
-    ``parameters``: number of parameters before sharding, of which ``expert_parameters`` belong to experts.
-    """
+    """Return the seconds of the gradient norm and the optimizer update on one device."""
+    # ``parameters``: number before sharding, with ``expert_parameters``.
     numbers = updated_parameters(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
         numbers += updated_parameters(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
@@ -55,17 +53,14 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def updated_parameters(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that a device or parameter server updates.
-
-    ``parameters``: parameters of one device without ZeRO. ``replicas``: number of ranks that ZeRO shards over.
-    """
+    """Return the number of parameters that one of ``replicas`` ranks, or a parameter server, updates."""
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
     return parameters / replicas if stage_of(layout.strategy) else parameters
 
 
 def update_bytes_per_parameter(layout: ParallelLayout) -> float:
-    """Return the memory traffic in bytes per parameter for the gradient norm and the optimizer update. Local."""
+    """Return the memory traffic of gradient norm and optimizer in bytes per parameter."""
     parameter, gradient, _ = unsharded(layout)
     wide = layout.precision not in ("float32", "float64")
     master = WIDE_BYTES if wide else parameter
@@ -78,7 +73,7 @@ TOKEN_BYTES: Final = 4  # largest type of stored tokens
 
 
 class MicrobatchFlow(NamedTuple):
-    """Times of the micro-batches of a step in seconds, without gradient exchange and optimizer update."""
+    """Seconds of all micro-batches of a step, without gradient exchange and optimizer update."""
 
     slowest: StageTime  # of the slowest pipeline rank
     fullest: StageTime  # of the pipeline rank with the most parameters
@@ -95,7 +90,7 @@ def microbatch_flow(
     *,
     simulate: bool = False,
 ) -> MicrobatchFlow:
-    """Return the times of the micro-batches of a step. Local. Raises ConfigurationError for an impossible schedule."""
+    """Return the micro-batch times of a step. Raises ConfigurationError for an impossible schedule."""
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
         _check(layout, m)
@@ -130,10 +125,7 @@ def timing(
     spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
     flow: MicrobatchFlow | None = None,  # result of `microbatch_flow`
 ) -> TimeEstimate:
-    """Return the time of a step, divided into phases such as forward, backward and optimizer update. Local.
-
-    Raises ConfigurationError for an impossible schedule or precision.
-    """
+    """Return the time of a step by phase. Raises ConfigurationError for an impossible schedule or precision."""
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
     fullest, waits, hop = flow.fullest, flow.slowest.sent, flow.hop
@@ -151,7 +143,7 @@ def timing(
         hidden_s=swap.hidden_s + _full(layout, global_batch) * waits.hidden_s,
         bubble=flow.bubble,
         bytes=_bytes(layout, _full(layout, global_batch), waits, hop, swap, tied, rows),
-        algorithms=_algorithms(waits, swap),
+        algorithms={**waits.algorithms, **({"data": swap.algorithm} if swap.algorithm != "none" else {})},
         flags=tuple(
             dict.fromkeys((*flow.slowest.load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))
         ),
@@ -163,14 +155,11 @@ def data_exchange(
     description: ModelDescription,
     layout: ParallelLayout,
     cluster: Cluster,
-    m: int,
+    microbatches: int,
     stage: StageTime,
     spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
 ) -> ExchangeCost:
-    """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
-
-    ``m``: micro-batches per step. ``stage``: times of the rank. ``spare_bytes``: free memory for larger buckets.
-    """
+    """Return the cost of exchanging one pipeline rank's gradients and parameters over the data axis."""
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.kernels.keeps_end_layers:
         first, last = (local_parameters(unit, layout) for unit in (description.units[0], description.units[-1]))
@@ -180,7 +169,7 @@ def data_exchange(
         layout,
         cluster,
         load.input_s + load.weight_s + load.again_s,
-        m,
+        microbatches,
         forward_s=load.forward_s,
         units=load.units,
         expert_parameters=load.expert_parameters,
@@ -201,7 +190,7 @@ def _matrices(description: ModelDescription, layout: ParallelLayout) -> tuple[tu
 
 
 def tied_sum(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing the gradients of a tied tensor over the first and the last pipeline rank. Local."""
+    """Return the cost of summing the gradients of a tied tensor over the first and last pipeline rank."""
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NO_COST
     elements = description.tied_parameters / layout.tensor
@@ -222,7 +211,7 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing gradients of norm weights over the tensor ranks. ``load``: work of a rank. Local."""
+    """Return the cost of summing the gradients of norm weights over the tensor ranks."""
     if layout.tensor == 1 or not layout.sequence_parallel:
         # Only sequence parallelism needs this sum.
         return NO_COST
@@ -251,10 +240,6 @@ def _bytes(
         sent["pipeline"] = messages_per_microbatch(layout) * full * hop.nbytes
     sent["data"] = swap.nbytes + tied.nbytes
     return sent
-
-
-def _algorithms(waits: CollectiveWait, swap: ExchangeCost) -> dict[str, str]:
-    return {**waits.algorithms, **({"data": swap.algorithm} if swap.algorithm != "none" else {})}
 
 
 def _check(layout: ParallelLayout, microbatches: int) -> None:

@@ -45,7 +45,7 @@ _DAY_S: Final = 86400.0
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A batch job with its site profile and recipe, and with messages for the user."""
+    """Batch job with its site profile, its recipe, and messages for the user."""
 
     job: BatchJob
     site: SiteProfile
@@ -59,14 +59,10 @@ def plan_training(
     path: Path | None,
     overrides: tuple[str, ...],
     options: Mapping[str, Any],
-    kind: type[BatchJob] = BatchJob,
+    job_class: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the batch job that trains the recipe file ``path``, changed by ``overrides`` ("run.steps=100").
-
-    ``options``: options of `hpcdist submit` by name. ``kind``: class of the job. ``**more``: further fields of the job.
-    Raises HpcdistError if the job cannot run.
-    """
+    """Return the job that trains a recipe file with ``options`` of `hpcdist submit`. Raises HpcdistError."""
     site = site_search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
@@ -86,7 +82,7 @@ def plan_training(
         raise ConfigurationError(
             "run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs per node, or leave --gpus-per-node out"
         )
-    job = kind(
+    job = job_class(
         **shared,
         **more,
         recipe=recipes.dump(recipe),
@@ -106,19 +102,15 @@ def plan_training(
 
 
 def plan_script(
-    program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
+    program: tuple[str, ...], options: Mapping[str, Any], job_class: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the batch job that runs the command line ``program`` on all ranks.
-
-    ``options``: options of `hpcdist submit` by name. ``kind``: class of the job. ``**more``: further fields of the job.
-    Raises ConfigurationError or UsageError if the site cannot run the job.
-    """
+    """Return the job that runs a command line with ``options`` of `hpcdist submit`. Raises HpcdistError."""
     # The job gets the HPCDIST_SET__... variables of this process.
     site = site_search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
     shared, notes = shared_fields(options, site)
-    job = kind(
+    job = job_class(
         **shared,
         **more,
         recipe="",
@@ -140,19 +132,16 @@ def size_of(job: BatchJob) -> str:
 
 
 def checked_job(
-    job: BatchJob, site: SiteProfile, size_text: str, notes: Iterable[str], data: Iterable[str]
+    job: BatchJob, site: SiteProfile, size_text: str, notes: Iterable[str], data_paths: Iterable[str]
 ) -> PlannedJob:
-    """Check ``job`` against the site profile, and return the job with messages. Raises ConfigurationError.
-
-    ``size_text``: description of the job's size. ``notes``: further messages. ``data``: paths of the data files.
-    """
+    """Return ``job`` with messages for the user. Raises ConfigurationError if the site cannot run it."""
     # Files in ``data`` that compute nodes cannot see cause warnings.
     site_search.check(job, site)
     lines = [f"site {site.name}; {size_text}", *_time_note(job, site), *_core_note(job, site), *notes]
     own_python = not job.python_of_ranks and job.environment is None
     if own_python and (second := mpirun.second_mpi(site.environment.modules)):
         lines.append(f"warning: {second}; {mpirun.SECOND_MPI_CURE}")
-    return PlannedJob(job, site, tuple(lines), tuple(hidden_paths(job, site, data)))
+    return PlannedJob(job, site, tuple(lines), tuple(hidden_paths(job, site, data_paths)))
 
 
 def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
@@ -181,10 +170,7 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return (job fields that all job types have, notes for the user). Raises UsageError.
-
-    ``options``: options of `hpcdist submit` by name. ``site``: site profile.
-    """
+    """Return the fields that jobs of all types share, and notes for the user. Raises UsageError."""
     # The container comes from the site profile.
     launcher_options(options["mpi_args"])  # raise errors here, not on the node
     begin, notes = _carbon_begin(options)
@@ -196,7 +182,7 @@ def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[s
 
 
 def check_visible(planned: PlannedJob) -> None:
-    """Raise ConfigurationError if compute nodes cannot see files of the job, unless this machine is the only node."""
+    """Raise ConfigurationError if other compute nodes cannot see files of the job."""
     if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
         return
     raise ConfigurationError(
@@ -206,7 +192,7 @@ def check_visible(planned: PlannedJob) -> None:
 
 
 def check_packages(planned: PlannedJob) -> None:
-    """Raise MissingCapabilityError for missing Python modules, or print a warning if the site may provide them."""
+    """Raise MissingCapabilityError for missing Python modules, or warn if the site may have them."""
     if not planned.missing:
         return
     environment = planned.site.environment
@@ -283,7 +269,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
 
 
 def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
-    """Return the absolute path of the run directory: ``out``, or if ``out`` is None, "runs/<name>-<run_id>"."""
+    """Return the absolute path ``out`` or, if ``out`` is None, "runs/<name>-<run_id>"."""
     if out is not None:
         return out.absolute()
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
@@ -339,8 +325,8 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
     return Path(folder) / f"hpcdist-{os.getuid()}-{place}"
 
 
-def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
-    """Return a message for each path that compute nodes of ``site`` cannot see. ``data``: paths of data files."""
+def hidden_paths(job: BatchJob, site: SiteProfile, data_paths: Iterable[str]) -> list[str]:
+    """Return a message for each path of the job that compute nodes of ``site`` cannot see."""
     if site.scheduler.kind == "none":
         return []
     paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}
@@ -349,5 +335,5 @@ def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[
         paths["hpcdist"] = Path(job.python_path)
     if job.environment is not None:
         paths["--stage-environment"] = job.environment
-    groups = [paths, *({"data.path =": Path(path)} for path in data if path)]
+    groups = [paths, *({"data.path =": Path(path)} for path in data_paths if path)]
     return [line for places in groups for line in site_search.hidden_paths(places, site)]

@@ -33,7 +33,7 @@ INTENSITY_PIECES: Final = 500  # intervals per start, over which a varying inten
 
 @dataclass(frozen=True)
 class EnergyReportOptions:
-    """Options of the energy report. The run's recipe gives the values of options that are not set."""
+    """Options of the energy report. If an option is not set, the run's recipe gives the value."""
 
     target_loss: float | None = None
     pue: float | None = None
@@ -45,7 +45,7 @@ class EnergyReportOptions:
 
 
 def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
-    """Return the energy figures of the run in ``run_dir`` as JSON values, None if unknown. Raises HpcdistError."""
+    """Return the energy figures of a run as JSON values, with None for unknown values. Raises HpcdistError."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")

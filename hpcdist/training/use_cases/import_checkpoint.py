@@ -21,11 +21,9 @@ from hpcdist.training.recipe.recipe import Recipe
 def prepare_imported_run(
     run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Create the run directory ``run_dir`` for the imported ``tensors``, with a recipe. Local.
+    """Create a run directory with a recipe for imported ``tensors``. Raises HpcdistError.
 
-    ``path``, ``overrides``: recipe file and changes. ``inputs``: model sizes that depend on the data, or {} to read the
-    data. Return (these sizes, {imported tensor name: name in hpcdist}). Raises DataError, and ConfigurationError if
-    the model has other tensors or the directory has a recipe.
+    Return the model sizes that depend on the data, and {tensor name in the file: tensor name in hpcdist}.
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
@@ -47,11 +45,7 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 
 
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
-    """Return {tensor name in an imported file: tensor name in the model of ``recipe``}. Local.
-
-    ``tensors``: names and shapes in the file. ``inputs``: model sizes that depend on the data. Raises
-    ConfigurationError if a tensor is missing, unknown or has another shape.
-    """
+    """Return {tensor name in the file: tensor name in the model}. Raises ConfigurationError."""
     # Names of a user model's state dict are also recognised.
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
     names = _tensor_names(model, [tensor.name for tensor in tensors])

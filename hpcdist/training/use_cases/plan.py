@@ -67,13 +67,13 @@ PlanResult = TypeVar("PlanResult")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSubject:
-    """Input of a plan: model, layout, global batch and steps. ``notes``: texts about settings that the plan ignores."""
+    """Input of a plan: model, layout, global batch and steps."""
 
     description: ModelDescription
     layout: ParallelLayout
     global_batch: int
     steps: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # texts about settings that the plan ignores
     of_recipe: bool = False  # True if hpcdist will train it
 
 
@@ -84,11 +84,10 @@ def plan(
     keys: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return memory, time and energy of a training, as JSON values. Local: needs neither MPI nor a GPU.
+    """Estimate memory, time and energy of a training, as JSON values. Needs neither MPI nor a GPU.
 
-    ``recipe``: TOML file. Keywords: ``cluster``: file, or name listed by `hpcdist plan clusters`. ``keys``: values of
-    recipe keys, such as ``{"model.layers": 12}``. Others: options of `hpcdist plan`, such as ``devices=64``. Raises
-    UsageError for wrong options, and ConfigurationError for impossible plans.
+    ``cluster``: name or file. ``keys``: values of recipe keys, such as ``{"model.layers": 12}``. ``**options``: options
+    of `hpcdist plan`, such as ``devices=64``. Raises UsageError, and ConfigurationError for impossible plans.
     """
     # "mfu": model FLOPs utilization. Unknown numbers are None.
     for name in options:
@@ -105,10 +104,7 @@ def plan(
 
 
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
-    """Return the planned time, memory and energy of ``subject`` on ``cluster``.
-
-    ``subject``: model, layout, batch and steps. Raises ConfigurationError for an impossible layout.
-    """
+    """Return the plan of ``subject``. Raises ConfigurationError for an impossible layout."""
     # ``simulate``: simulate the pipeline if the simulator is available. A lack of memory is no error.
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
@@ -123,11 +119,7 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return (result of ``make(simulate)``, notes for the user). ``make``: function that computes a plan.
-
-    The keyword ``simulate``: True to simulate the pipeline. If the simulator cannot be loaded, return ``make(False)``
-    and a note with the reason.
-    """
+    """Return ``make(simulate)``, or ``make(False)`` without the simulator, and notes for the user."""
     try:
         return make(simulate), ()
     except ImportError as error:
@@ -148,11 +140,7 @@ def read_cluster(name_or_path: str | None) -> Cluster:
 def subject_from_options(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], cluster: Cluster
 ) -> PlanSubject:
-    """Return the model, layout and batch to plan on ``cluster``: the recipe ``path``, or a model in ``options``.
-
-    ``overrides``: KEY=VALUE texts that change the recipe. Raises UsageError for contradictory options, and
-    ConfigurationError for an unsupported model.
-    """
+    """Return the subject of `hpcdist plan` with ``options``. Raises UsageError or ConfigurationError."""
     given = given_values(overrides, options)
     subject = subject_of_values(path, overrides, options, given, cluster)
     for name in ("schedule", "chunks"):
@@ -167,10 +155,7 @@ def subject_from_options(
 def subject_of_values(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], given: GivenValues, cluster: Cluster
 ) -> PlanSubject:
-    """Return the model, layout and batch to plan, with the kernels of hpcdist unless ``options`` name others.
-
-    ``given``: the keys and fields to use, from `given_values`. Other arguments and errors: see `subject_from_options`.
-    """
+    """Return the subject of a plan from the keys and layout fields ``given``. Errors as `subject_from_options`."""
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
     is_recipe = not (named or numbers)
@@ -195,13 +180,9 @@ def subject_of_values(
 
 
 def subject_of_recipe(
-    recipe: Recipe, name: str, options: Mapping[str, Any] | None = None, given: GivenValues | None = None
+    recipe: Recipe, title: str, options: Mapping[str, Any] | None = None, given: GivenValues | None = None
 ) -> PlanSubject:
-    """Return model, layout and batch of ``recipe``, changed by ``given`` values. ``name``: title of the plan.
-
-    ``options``: may have "devices" and "tokens". Without devices, ``parallel.data`` = 0 means one replica. Raises
-    ConfigurationError if the planner does not support the recipe, and DataError if its data is unreadable.
-    """
+    """Return the model, layout and batch of ``recipe``. Raises ConfigurationError or DataError."""
     options, given = options or {}, given or GivenValues()
     if options.get("devices") is not None:
         recipe = with_keys(recipe, {"parallel.data": 0})
@@ -211,7 +192,7 @@ def subject_of_recipe(
     if recipe.run.batch_warmup:
         batch = recipe.run.global_batch
         notes.append(f"run.batch_warmup: all steps are planned with the {batch} samples of the last ones")
-    description = _description(recipe, name, notes)
+    description = _description(recipe, title, notes)
     return replace(_subject(recipe, description, options, given.fields, notes), of_recipe=True)
 
 
@@ -260,10 +241,7 @@ def _subject(
 def with_published_kernels(
     subject: PlanSubject, cluster: Cluster, given: GivenValues | None = None, *, always: bool = False
 ) -> PlanSubject:
-    """Return ``subject`` with Megatron's published kernel speed and memory if ``cluster`` was not measured.
-
-    ``given``: values of the command line, which may choose the kernels.
-    """
+    """Return ``subject`` with Megatron's published kernels if ``cluster`` is not calibrated."""
     # Only for transformers on GPUs for which the user chose no kernels. Layouts that Megatron does not support are
     # changed only with ``always``.
     is_measured = cluster.calibrated or not cluster.device.is_accelerator

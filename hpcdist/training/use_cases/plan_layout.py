@@ -52,14 +52,14 @@ _STRATEGY: Final = OPTION_KEYS["strategy"]  # also the key that --servers implie
 
 @dataclass
 class GivenValues:
-    """Values from the command line. ``keys``: by recipe key. ``fields``: by layout field, for fields without a key."""
+    """Values that the command line sets, by recipe key and by layout field."""
 
     keys: dict[str, Any] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # of layout fields that no recipe key sets
 
 
 def options_given(options: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the command-line flags, such as --tensor, of the options in ``names`` that are set."""
+    """Return the flags, such as --tensor, of the options in ``names`` that are set."""
     return [flag(name) for name in names if options.get(name) is not None]
 
 
@@ -69,10 +69,7 @@ def flag(name: str) -> str:
 
 
 def given_values(overrides: Iterable[str], options: Mapping[str, Any]) -> GivenValues:
-    """Return the values that ``overrides`` (KEY=VALUE texts) and the ``options`` of `hpcdist plan` set.
-
-    Raises ConfigurationError for an invalid override, and UsageError for an invalid option.
-    """
+    """Return the values that the command line sets. Raises ConfigurationError or UsageError."""
     given = GivenValues(settings.overrides(overrides, recipes.known_keys()).values)
     for key, value in given.keys.items():
         recipes.check_value(key, value)
@@ -115,10 +112,7 @@ def _refuse_contradiction(first: str, second: str, options: Mapping[str, Any], v
 
 
 def with_keys(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
-    """Return a copy of ``recipe`` with the ``values`` (by key). The rules between keys are not checked.
-
-    So a plan may describe a layout that this version of hpcdist cannot run.
-    """
+    """Return a copy of ``recipe`` with other ``values`` of some keys. Rules between keys are not checked."""
     changed = copy.copy(recipe)
     for key, value in values.items():
         name, _, attribute = key.partition(".")
@@ -129,13 +123,9 @@ def with_keys(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
 
 
 def layout_of(
-    recipe: "Recipe", given: Mapping[str, Any], notes: list[str], devices: int | None = None
+    recipe: "Recipe", replaced_fields: Mapping[str, Any], notes: list[str], devices: int | None = None
 ) -> ParallelLayout:
-    """Return the layout of ``recipe``, and add texts about settings that the plan ignores to ``notes``.
-
-    ``given``: fields that replace the recipe's values. ``devices``: number of devices, or None for ``parallel.data``
-    replicas. Raises ConfigurationError for an unsupported number of chunks, and UsageError for impossible degrees.
-    """
+    """Return the layout of ``recipe``. Append texts about ignored settings to ``notes``. Raises HpcdistError."""
     parallel = recipe.parallel
     pipeline, order = parallel.pipeline, parallel.order
     chunks = chunks_of(order, parallel.chunks) if pipeline > 1 and order in SCHEDULES else 1
@@ -159,15 +149,15 @@ def layout_of(
         algorithm=_algorithm(recipe, notes),
         overlap=0.0 if recipe.communication.overlap == "none" else 1.0,
     )
-    layout = replace(layout, **given)
+    layout = replace(layout, **replaced_fields)
     layout = replace(layout, data=_replicas(parallel.data, layout, devices))
-    if "microbatch" in given:
+    if "microbatch" in replaced_fields:
         return layout
     return replace(layout, microbatch=max(1, -(-recipe.run.global_batch // (layout.data * parallel.microbatches))))
 
 
 def refuse_unplannable(recipe: "Recipe") -> None:
-    """Raise ConfigurationError if the planner has no formulas for the strategy or schedule of ``recipe``."""
+    """Raise ConfigurationError if the strategy or schedule of ``recipe`` cannot be planned."""
     parallel = recipe.parallel
     if parallel.strategy not in STRATEGIES:
         raise ConfigurationError(
@@ -250,7 +240,7 @@ def _slots(recipe: "Recipe") -> int:
 
 
 def note_unplanned_keys(recipe: "Recipe", shape: "TransformerShape | None", notes: list[str]) -> None:
-    """Add a text to ``notes`` for each key of ``recipe`` that a plan ignores. ``shape``: sizes of the model."""
+    """Append a text to ``notes`` for each key of ``recipe`` that a plan ignores."""
     for item in fields(recipe.zero):
         value = getattr(recipe.zero, item.name)
         if value != item.default and item.name != "offload_directory":

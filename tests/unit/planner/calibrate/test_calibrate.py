@@ -41,7 +41,7 @@ def noisy(seconds, percent, seed=0):
 def test_piecewise_fit_finds_protocols_and_predicts_unseen_sizes():
     borders = (9_960, 10_040, 3_990_000, 4_010_000)
     sizes = sorted([*SIZES, *borders])
-    result = line_fits.fit_pieces(sizes, noisy([machine(size) for size in sizes], 2), always=borders)
+    result = line_fits.fit_pieces(sizes, noisy([machine(size) for size in sizes], 2), required_sizes=borders)
     assert len(result.lines) == 3
     assert result.until_bytes[0] == pytest.approx(10_000, rel=0.005)
     assert result.until_bytes[1] == pytest.approx(4e6, rel=0.005)
@@ -76,7 +76,7 @@ def test_fit_errors_are_measured_on_unseen_sizes():
 def test_sizes_at_a_protocol_border_locate_it():
     sizes = sorted([*SIZES, 9_960, 10_040])
     plain = line_fits.fit_pieces(SIZES, [machine(size) for size in SIZES])
-    result = line_fits.fit_pieces(sizes, [machine(size) for size in sizes], always=(9_960, 10_040))
+    result = line_fits.fit_pieces(sizes, [machine(size) for size in sizes], required_sizes=(9_960, 10_040))
     assert plain.until_bytes[0] == pytest.approx(10_000, rel=0.4)
     assert result.until_bytes[0] == pytest.approx(10_000, rel=0.005)
     assert not {9_960, 10_040} & set(result.unseen_bytes)

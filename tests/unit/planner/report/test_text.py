@@ -265,7 +265,7 @@ def test_search_text_shows_the_best_layouts():
     single = replace(result, refused=(replace(refused, count=1),))
     assert "\n  heads: 1 grid, for example" in table.search_table(single)
     assert "layouts on 1 device, 77" in table.search_table(replace(result, devices=1))
-    assert "command to plan row 1: hpcdist plan it" in table.search_table(result, command="hpcdist plan it")
+    assert "command to plan row 1: hpcdist plan it" in table.search_table(result, replan_command="hpcdist plan it")
     assert "row 1" not in shown
     nothing = replace(result, found=(), nothing=("each needs 10 GB more",))
     assert "no layout fits: each needs 10 GB more" in table.search_table(nothing)
