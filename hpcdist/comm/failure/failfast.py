@@ -58,7 +58,7 @@ class _Installed:
     rank: int
     hooks: tuple[Any, Any, Any]
     failing: threading.Lock
-    title: Callable[[str], None] | None
+    title: Callable[[str], None] | None  # sets the abort message of MPI
     end_label: Callable[[], None]  # of `_label_stacks`
     all_agree: Callable[..., bool] | None = None
     withdraw: Callable[[], None] | None = None
@@ -71,10 +71,7 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
 def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
-    """From now on, end the job by ``abort(exit code)`` at any uncaught exception. Local.
-
-    ``rank``: this rank, for reports. ``title(text)`` sets the abort message of MPI.
-    """
+    """From now on, report any uncaught exception as rank ``rank``, and end the job by ``abort(exit code)``. Local."""
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
     if _installed is not None:
@@ -134,30 +131,20 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Set the functions by which failing ranks compare their errors or exit codes. Local.
-
-    ``all_agree(text, seconds)``: collective; True if all ranks pass the same text. Then each rank calls
-    ``withdraw()`` to leave MPI.
-    """
+    """Let failing ranks compare errors by ``all_agree(text)``, and leave MPI by ``withdraw()`` if all agree. Local."""
     assert _installed is not None, "install comes first"
-    # If all ranks agree, only rank 0 prints the error.
+    # `all_agree` is collective. If all ranks agree, only rank 0 prints the error.
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """Let an uncaught error end only its thread, without output, if ``is_survivable(error)`` is True. Local.
-
-    After this call, `agreed_exit` does not finalise MPI.
-    """
+    """Let an uncaught error end only its thread, without output, if ``is_survivable(error)`` is True. Local."""
     assert _installed is not None, "install comes first"
     _installed.is_survivable = is_survivable
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """End the job after ``limit_s`` seconds, unless this is called again before. None: no limit. Local.
-
-    Without `install`, this function does nothing.
-    """
+    """End the job after ``limit_s`` seconds, unless this function is called again before. None: no limit. Local."""
     if _installed is None:
         return
     if _installed.limit is not None:
@@ -280,10 +267,7 @@ def agreed_exit(code: int) -> NoReturn:
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
-    """Report ``error`` and end the job with its exit code. Local.
-
-    ``thread``: name of the failed thread, or None for the main thread. ``headline``: first line of the report.
-    """
+    """Report ``error``, raised in ``thread`` (None: the main thread), and end the job with its exit code. Local."""
     assert _installed is not None, "install comes first"
     state = _installed
     # If several threads fail, only the first reports its error.

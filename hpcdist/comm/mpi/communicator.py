@@ -262,10 +262,7 @@ class MpiCommunicator(Communicator):
         return type(self)(self._mpi, comm, name, self.handover, self.declared_node)
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
-        """Return a communicator of these ``ranks`` in this order, named ``label``. Collective over ``ranks``.
-
-        Threads that create groups at the same time must pass different values of ``tag``.
-        """
+        """Return a communicator of ``ranks`` in this order. Threads must use different ``tag`` values. Collective."""
         child: MpiCommunicator = self._recorded("create_group", self._create_group, ranks, tag, f"{self.name}/{label}")
         self._adopt(self._passed_on(child))
         return child
