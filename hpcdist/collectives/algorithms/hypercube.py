@@ -53,10 +53,7 @@ class Hypercube:
 
 
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
-    """Reduce the buffers of all ranks to 2^k ranks. Return the `Hypercube` of these ranks. Collective.
-
-    ``combine(left, right, out)`` reduces two arrays.
-    """
+    """Reduce the buffers of all ranks by ``combine`` to 2^k ranks, and return their `Hypercube`. Collective."""
     cube = Hypercube.of(comm)
     if cube.is_paired(comm):
         if cube.rank is None:

@@ -130,10 +130,7 @@ def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None
 
 @jit
 def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
-    """Reduce the data of all ranks by ``op`` into the array ``block``.
-
-    ``inputs``: address of the data of each rank. ``at``: offset in bytes of the elements for ``block``.
-    """
+    """Reduce the data of all ranks, at addresses ``inputs`` plus ``at`` bytes, by ``op`` into the array ``block``."""
     # Two or three operands per pass halve the traffic of the block; the order of the ranks is kept.
     ranks, count = inputs.size, block.size
     first = array_at(inputs[0] + at, count, block)
@@ -164,10 +161,7 @@ def scaled(block: Any, scale: Any) -> None:
 
 @jit
 def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
-    """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to all buffers.
-
-    ``buffers``: addresses of ``size`` elements. ``like``: array of their dtype.
-    """
+    """Overwrite 2 to 4 arrays, at the addresses ``buffers``, with their elementwise sum times ``scale``."""
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
     if buffers.size == 2:
         sum_into_two(a, b, scale)
@@ -181,10 +175,7 @@ def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
 
 @jit
 def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
-    """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to the address ``output``.
-
-    ``buffers``: addresses of ``size`` elements. ``like``: array of their dtype.
-    """
+    """Write the elementwise sum of 2 to 4 arrays, at the addresses ``buffers``, times ``scale`` to ``output``."""
     a, b, out = array_at(buffers[0], size, like), array_at(buffers[1], size, like), array_at(output, size, like)
     if buffers.size == 2:
         sum_of_two_to(a, b, scale, out)
@@ -209,12 +200,9 @@ def is_among(address: int, addresses: Any) -> bool:
 def reduce_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
-
-    ``inputs_at``, ``outputs_at``: addresses of ``ranks`` input and ``copies`` output addresses. ``nbytes``: bytes
-    of one input. ``pointer``: scratch memory.
-    """
-    # ``outputs_at`` may equal ``inputs_at``. The scratch has BLOCK elements, and sets the dtype of all data.
+    """Reduce ``ranks`` arrays of ``nbytes`` bytes by ``op``. Write the result, times ``scale``, ``copies`` times."""
+    # ``inputs_at``, ``outputs_at``: addresses of arrays of addresses, which may be equal. ``pointer``: scratch memory
+    # of BLOCK elements, whose dtype is the dtype of all data.
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
     words = np.empty(0, np.int64)
@@ -243,10 +231,7 @@ def reduce_halves_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
     is_bfloat16: bool,
 ) -> None:  # fmt: skip
-    """Reduce 16-bit floats like `reduce_at`, but sum in float32.
-
-    ``pointer``: address of float32 scratch memory. ``is_bfloat16`` False: float16.
-    """
+    """Reduce bfloat16 or float16 data like `reduce_at`, but sum in float32, in scratch memory at ``pointer``."""
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     blocks[0] = scale

@@ -78,10 +78,7 @@ DIFFERENT: Final = 2
 
 @jit
 def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until the counter at ``address`` reaches ``value``. Return False if this takes too many polls.
-
-    There are ``spins`` busy polls, then ``yields`` polls that yield the core.
-    """
+    """Return True once the counter at ``address`` reaches ``value``, or False after ``spins`` + ``yields`` polls."""
     # First spin (fastest), then yield the core to other ranks, then return to Python, which detects dead ranks.
     left = spins
     # Acquire, paired with the release store of the writer: its data is visible once the counter is.
@@ -98,10 +95,7 @@ def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
 
 @jit
 def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until counter number ``word`` of every rank reaches ``value``. Return False if a rank takes too long.
-
-    ``flags``: address of the counters of each rank. For ``spins`` and ``yields`` see `has_reached`.
-    """
+    """Return True once counter number ``word`` of every rank reaches ``value``, or False if a rank takes too long."""
     for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
         if not has_reached(flags[rank] + 8 * word, value, spins, yields):
             return False
@@ -110,22 +104,16 @@ def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> b
 
 @jit
 def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
-    """Reduce ``nbytes`` bytes at all ``inputs`` addresses, and write the result to each ``outputs`` address.
-
-    ``plan``: constants of the call. ``scale``: factor of the result.
-    """
+    """Reduce ``nbytes`` bytes at the addresses ``inputs``. Write the result, times ``scale``, to all ``outputs``."""
     first, second = inputs.ctypes.data, outputs.ctypes.data
     call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
 
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy this rank's data for step ``piece`` from its buffer to its shared staging area, for the other ranks.
-
-    ``row``: bytes per rank and step. ``data``, ``area``: addresses of buffer and staging area. ``bounds``: start and
-    end byte of each rank's range of the buffer. ``mode``: bits REDUCE and GATHER.
-    """
-    # Rank q's data goes to offset q * ``row``, if ``mode`` has the bit REDUCE.
+    """Copy this rank's data for step ``piece`` from its buffer to its shared staging area, for the other ranks."""
+    # ``bounds``: start and end byte of each rank's range of the buffer at ``data``. Rank q's data goes to offset
+    # q * ``row`` of ``area``, if ``mode`` has the bit REDUCE.
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
         for other in range(bounds.shape[1]):
@@ -139,11 +127,7 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce or copy the bytes of step ``piece`` of a collective, in this rank's range of the buffer.
-
-    ``areas``: address of each rank's shared staging area. ``data``, ``target``: addresses of buffer and result.
-    ``scratch``: array for addresses. For the other arguments see `start_call`.
-    """
+    """Reduce or copy the bytes of step ``piece`` of a collective, in this rank's range of the buffer."""
     # reduce-scatter: reduce all ranks' data to ``target``. allreduce: also to this rank's staging area. all-gather:
     # copy from ``target`` to this rank's staging area. ``scratch`` has ranks + 2 words.
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
@@ -163,10 +147,7 @@ def reduce_piece(
 
 @jit
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy the other ranks' data of step ``piece`` from their staging areas to this rank's buffer.
-
-    ``areas``: address of each rank's staging area. For the other arguments see `stage_piece`.
-    """
+    """Copy the other ranks' data of step ``piece`` from their staging areas to this rank's buffer."""
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
         nbytes = min(row, bounds[1, other] - first)
@@ -176,11 +157,7 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 @jit
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Continue a collective through shared staging areas. Return DONE, or WAITING if another rank is late.
-
-    ``flags``: address of each rank's progress counters. ``staging``: addresses of the two halves of each rank's staging
-    area. ``data``: address of the buffer. For the other arguments see `start_call`.
-    """
+    """Continue a collective through shared staging areas. Return DONE, or WAITING if another rank is late."""
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
         stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
@@ -212,10 +189,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 @jit
 def record_call(line: int, parity: int, record: Any) -> None:
-    """Copy ``record``, the description of this rank's call, to shared memory for the other ranks.
-
-    ``line``: address of this rank's counters. ``parity``: call number modulo 2.
-    """
+    """Publish ``record``, the description of this rank's call, in shared memory for the other ranks."""
     # Two descriptions follow the counters; ``parity`` is the index of the description to overwrite.
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
@@ -224,10 +198,7 @@ def record_call(line: int, parity: int, record: Any) -> None:
 
 @jit
 def calls_match(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the published calls of all ranks equal ``record``, the call of this rank.
-
-    ``flags``: address of the counters of each rank. ``parity``: call number modulo 2.
-    """
+    """Return True if the published calls of all ranks equal ``record``, the call of this rank."""
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(COMPARED):
@@ -238,10 +209,7 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks are at the same offset of the same shared memory region.
-
-    ``record``: description of this rank's call. For ``flags`` and ``parity`` see `calls_match`.
-    """
+    """Return True if the buffers of all ranks are at the same offset of the same shared memory region."""
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(REGION, OFFSET + 1):
@@ -252,10 +220,7 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
-    """Write the number of the buffer's shared memory region, and the buffer's offset in it, to ``record``.
-
-    ``address``, ``nbytes``: the buffer. ``regions``: address table of the regions. The number is -1 for private memory.
-    """
+    """Write the number of the buffer's shared memory region, or -1, and the buffer's offset in it to ``record``."""
     # Row i of ``regions`` ends with the local address of each rank's memory in region i.
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -265,11 +230,7 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 @jit
 def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Execute an allreduce, reduce-scatter or all-gather for this rank, on buffers in shared memory.
-
-    ``buffers``: address of each rank's buffer. ``target``: address of a reduce-scatter's result. ``scratch``: array for
-    one address. For the other arguments see `start_call`.
-    """
+    """Execute an allreduce, reduce-scatter or all-gather for this rank, on buffers in shared memory."""
     # allreduce: reduce this rank's range into all buffers. reduce-scatter: reduce it to ``target``. all-gather: copy
     # each other rank's range from its buffer to this rank's buffer.
     mode, rank = plan[MODE], plan[RANK]
@@ -291,12 +252,7 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Wait a limited time until all ranks have started this collective, then compare their calls.
-
-    Returns DIFFERENT for different calls, DONE after a small allreduce, else WAITING: call `advance` to continue.
-    ``flags``, ``slots``: addresses of each rank's counters and small-buffer memory. ``data``, ``nbytes``: this rank's
-    buffer. For the other arguments see `start_call`.
-    """
+    """Wait for all ranks, and compare their calls. Return WAITING, DIFFERENT, or DONE after a small allreduce."""
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]
     if not all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
@@ -322,10 +278,7 @@ def barrier(
 
 @jit
 def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
-    """Continue a call that `start_call` has started. Return DONE, WAITING or DIFFERENT.
-
-    WAITING: a rank is late; call again. DIFFERENT: the ranks made different calls. For the arguments see `start_call`.
-    """
+    """Continue a call of `start_call`. Return DONE, WAITING (call again) or DIFFERENT (the ranks' calls differ)."""
     flags, data, status = places[0], buffer.ctypes.data, DONE
     if state[STAGE] == MEET:
         status = barrier(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
@@ -340,14 +293,10 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Start a collective through shared memory, and return its status, as `advance` does.
-
-    ``state``: int64 array with this rank's progress. ``places``: addresses of each rank's counters and shared memory.
-    ``regions``: shared memory that can hold buffers. ``bounds``: start and end byte of each rank's range. ``plan``:
-    constants such as mode and rank. ``scale``: factor of the result. ``buffer``: this rank's data. ``target``: address
-    of the result, or 0 for ``buffer``.
-    """
-    # ``places`` (5, ranks): counters, two slots for small buffers, two halves of the staging area
+    """Start a collective through shared memory, and return its status, as `advance` does."""
+    # ``state``: int64 array with this rank's progress. ``places`` (5, ranks): addresses of the counters, of two slots
+    # for small buffers, and of two halves of the staging area. ``regions``: shared memory that can hold buffers.
+    # ``bounds``: start and end byte of each rank's range. ``target``: address of the result, or 0 for ``buffer``.
     state[CALL] += 1
     state[STAGE], state[PIECE] = MEET, 0
     state[TARGET] = target if target != 0 else buffer.ctypes.data
