@@ -49,7 +49,7 @@ class Tournament:
         self._began = clock()
 
     def run(self, budget_s: float, protected: str) -> dict[str, float]:
-        """Return {candidate: median seconds} within about ``budget_s`` seconds, without slow candidates. Collective."""
+        """Measure for about ``budget_s`` seconds, and drop slow candidates. Return {candidate: median seconds}."""
         start_s = self.clock()  # the candidate `protected` is measured even if it is slow
         self._drop_refusals()
         self._began = self.clock()
@@ -124,7 +124,7 @@ Allocator = Callable[[int], Array]  # number of elements -> memory of the kind t
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Description of the buffers for which collectives are tuned."""
+    """Buffers for which collectives are tuned."""
 
     max_bytes: int
     dtype: np.dtype

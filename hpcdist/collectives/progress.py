@@ -40,7 +40,7 @@ ALL_GATHER: Final = "all_gather"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A nonblocking collective, which changes ``buffer`` in place. ``shares``: element range of each rank, or ()."""
+    """A nonblocking collective, which changes ``buffer`` in place."""
 
     operation: str
     buffer: Array

@@ -118,7 +118,7 @@ def compare_native(
 
 
 def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, progress: Progress | None = None) -> None:
-    """Raise CommunicationError on all ranks if their ``call`` differs. Meanwhile, run ``progress``. Collective."""
+    """Raise CommunicationError on all ranks if their ``call`` differs; run ``progress`` while waiting. Collective."""
     # `progress` must progress this rank's operations in flight, because other ranks may wait for them.
     everybody = _exchange_calls(comm, call, progress)
     if any(other != everybody[0][0] for other, _ in everybody):

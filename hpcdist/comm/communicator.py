@@ -201,7 +201,7 @@ class Communicator(CommunicatorFamily):
         return self._recorded("broadcast_object", self._broadcast_object, value, root, peer=root)
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> "Communicator | None":
-        """Return a communicator of the ranks with equal ``color``, by (``key``, rank), or None if ``color`` is None."""
+        """Return a communicator of the ranks with this ``color``, sorted by (``key``, rank), or None for color None."""
         self._children += 1
         suffix = "" if color is None else f"/{label}{self._children}.{color}"
         child = self._recorded("split", self._split, color, key, self.name + suffix)

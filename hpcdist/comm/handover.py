@@ -34,7 +34,7 @@ class Handover:
 
     @property
     def device_pointers(self) -> bool:
-        """Whether point-to-point messages accept pointers to GPU memory."""
+        """True if point-to-point messages accept pointers to GPU memory."""
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
@@ -49,7 +49,7 @@ class Handover:
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], object] | None]:
-        """Return (array into which MPI can receive, function that copies it to ``buffer``, or None for no copy)."""
+        """Return (array for MPI to receive into, function that then copies the array to ``buffer``, or None)."""
         _check(buffer)
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.writeable:

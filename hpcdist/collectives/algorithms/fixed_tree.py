@@ -77,7 +77,7 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduction of numbered buffers (logical shards) over ``comm``, in one order for all numbers of ranks."""
+    """Reduction of numbered buffers (logical shards) over ``comm``, in an order independent of the number of ranks."""
 
     # At least as many buffers as ranks, of one size and dtype. 16-bit floats are summed and sent in float32.
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:

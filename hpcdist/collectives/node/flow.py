@@ -83,7 +83,7 @@ class NodeFlow:
         self._begun += 1
 
     def sum_next(self) -> None:
-        """Reduce the elements of the next segment that this rank sums, after the other ranks' data has arrived."""
+        """Reduce this rank's elements of the next segment, after the other ranks' data has arrived."""
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
         local_part, addends = self.local_view(self._order[self._summed]), self._addends.popleft()
@@ -138,10 +138,9 @@ MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 
 
 
 @jit
-def is_reached(counters: Any, word: int, number: int, spins: int) -> bool:
-    """Return True if counter number ``word`` of every rank reaches ``number`` within ``spins`` polls."""
+def _is_reached(counters: Any, word: int, number: int, spins: int) -> bool:
     for rank in range(counters.size):  # an address for each rank
-        # Acquire: data written before the release store in `raise_to` is visible once the number is.
+        # Acquire: data written before the release store in `_raise_to` is visible once the number is.
         while load_acquire(counters[rank] + 8 * word) < number:
             if spins <= 0:
                 return False
@@ -151,8 +150,7 @@ def is_reached(counters: Any, word: int, number: int, spins: int) -> bool:
 
 
 @jit
-def raise_to(counters: int, word: int, number: int) -> None:
-    """Set counter number ``word`` of this rank to ``number``. Ranks that read it also see all earlier writes."""
+def _raise_to(counters: int, word: int, number: int) -> None:
     store_release(counters + 8 * word, number)
 
 
@@ -169,12 +167,12 @@ class Counters:
 
     def publish(self, word: int, number: int) -> None:
         """Set counter number ``word`` of this rank to ``number``. Ranks that read it see all earlier writes. Local."""
-        raise_to(self.lines[self.rank], word, number)
+        _raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
         """Wait until counter number ``word`` of every rank has reached ``number``. Local."""
         since, turns = time.monotonic(), 0
-        while not is_reached(self.lines, word, number, SPINS):
+        while not _is_reached(self.lines, word, number, SPINS):
             turns += 1
             try:
                 if turns % PATIENCE == 0:
@@ -214,7 +212,7 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def flow_of(
     intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], part_bytes: int
 ) -> NodeFlow:
-    """Return an object that reduces ``buffer`` over the ranks of a node, segment by segment. Collective."""
+    """Return an object that reduces ``buffer`` over a node, one segment of ``order`` at a time. Collective."""
     # ``part_bytes``: maximum bytes of a segment that one rank sums. Without shared memory, return a plain `NodeFlow`.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)

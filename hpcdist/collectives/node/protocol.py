@@ -94,8 +94,7 @@ def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
 
 
 @jit
-def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
-    """Return True once counter number ``word`` of every rank reaches ``value``, or False if a rank takes too long."""
+def _all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
     for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
         if not has_reached(flags[rank] + 8 * word, value, spins, yields):
             return False
@@ -103,15 +102,13 @@ def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> b
 
 
 @jit
-def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
-    """Reduce ``nbytes`` bytes at the addresses ``inputs``. Write the result, times ``scale``, to all ``outputs``."""
+def _reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
     first, second = inputs.ctypes.data, outputs.ctypes.data
     call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
 
 
 @jit
-def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy this rank's data for step ``piece`` from its buffer to its shared staging area, for the other ranks."""
+def _stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
     # ``bounds``: start and end byte of each rank's range of the buffer at ``data``. Rank q's data goes to offset
     # q * ``row`` of ``area``, if ``mode`` has the bit REDUCE.
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
@@ -124,10 +121,9 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 
 
 @jit
-def reduce_piece(
+def _reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce or copy the bytes of step ``piece`` of a collective, in this rank's range of the buffer."""
     # reduce-scatter: reduce all ranks' data to ``target``. allreduce: also to this rank's staging area. all-gather:
     # copy from ``target`` to this rank's staging area. ``scratch`` has ranks + 2 words.
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
@@ -140,14 +136,13 @@ def reduce_piece(
     if mode & REDUCE:
         for other in range(areas.size):
             inputs[other] = data + first if other == rank else areas[other] + rank * row
-        reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, plan, scale)
+        _reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, plan, scale)
     else:
         copy_bytes(outputs[0], outputs[1], nbytes)
 
 
 @jit
-def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy the other ranks' data of step ``piece`` from their staging areas to this rank's buffer."""
+def _fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
         nbytes = min(row, bounds[1, other] - first)
@@ -156,11 +151,10 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 
 @jit
-def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Continue a collective through shared staging areas. Return DONE, or WAITING if another rank is late."""
+def _run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
-        stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
+        _stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
         store_release(flags[rank] + 8 * STAGED, state[BEFORE] + 1)
         state[STAGE] = REDUCE_PIECE
     while state[PIECE] < plan[PIECES]:
@@ -168,19 +162,19 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
         number = state[BEFORE] + piece + 1  # number of this piece over all calls, from 1, as counted by the flags
         areas, next_areas = staging[(number - 1) % 2], staging[number % 2]
         if state[STAGE] == REDUCE_PIECE:
-            if not all_reached(flags, STAGED, number, spins, yields):
+            if not _all_reached(flags, STAGED, number, spins, yields):
                 return WAITING
-            reduce_piece(piece, areas, bounds, data, state[TARGET], state[SCRATCH:], plan, scale)
+            _reduce_piece(piece, areas, bounds, data, state[TARGET], state[SCRATCH:], plan, scale)
             store_release(flags[rank] + 8 * FINISHED, number)
             if piece + 1 < plan[PIECES]:  # stage the next piece before waiting
-                stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
+                _stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
                 store_release(flags[rank] + 8 * STAGED, number + 1)
             state[STAGE] = FETCH_PIECE
         # Wait also without a gather: piece k+2 overwrites this half, which all ranks must have read by then.
-        if not all_reached(flags, FINISHED, number, spins, yields):
+        if not _all_reached(flags, FINISHED, number, spins, yields):
             return WAITING
         if mode & GATHER:
-            fetch_piece(rank, piece, row, areas, bounds, data)
+            _fetch_piece(rank, piece, row, areas, bounds, data)
         state[PIECE] += 1
         state[STAGE] = REDUCE_PIECE
     state[BEFORE] += plan[PIECES]
@@ -188,8 +182,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 
 @jit
-def record_call(line: int, parity: int, record: Any) -> None:
-    """Publish ``record``, the description of this rank's call, in shared memory for the other ranks."""
+def _record_call(line: int, parity: int, record: Any) -> None:
     # Two descriptions follow the counters; ``parity`` is the index of the description to overwrite.
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
@@ -197,8 +190,7 @@ def record_call(line: int, parity: int, record: Any) -> None:
 
 
 @jit
-def calls_match(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the published calls of all ranks equal ``record``, the call of this rank."""
+def _calls_match(flags: Any, parity: int, record: Any) -> bool:
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(COMPARED):
@@ -208,8 +200,7 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 
 @jit
-def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks are at the same offset of the same shared memory region."""
+def _all_in_regions(flags: Any, parity: int, record: Any) -> bool:
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(REGION, OFFSET + 1):
@@ -219,8 +210,7 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 
 
 @jit
-def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
-    """Write the number of the buffer's shared memory region, or -1, and the buffer's offset in it to ``record``."""
+def _find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
     # Row i of ``regions`` ends with the local address of each rank's memory in region i.
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -229,18 +219,17 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 
 @jit
-def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Execute an allreduce, reduce-scatter or all-gather for this rank, on buffers in shared memory."""
+def _reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
     # allreduce: reduce this rank's range into all buffers. reduce-scatter: reduce it to ``target``. all-gather: copy
     # each other rank's range from its buffer to this rank's buffer.
     mode, rank = plan[MODE], plan[RANK]
     offset, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
     if mode == REDUCE | GATHER:
         inputs = buffers + offset
-        reduce_to(inputs, inputs, nbytes, plan, scale)
+        _reduce_to(inputs, inputs, nbytes, plan, scale)
     elif mode & REDUCE:
         scratch[0] = target + offset
-        reduce_to(buffers + offset, scratch[:1], nbytes, plan, scale)
+        _reduce_to(buffers + offset, scratch[:1], nbytes, plan, scale)
     else:
         for other in range(buffers.size):
             if other != rank:
@@ -249,25 +238,24 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 
 
 @jit
-def barrier(
+def _barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Wait for all ranks, and compare their calls. Return WAITING, DIFFERENT, or DONE after a small allreduce."""
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]
-    if not all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
+    if not _all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
         return WAITING
-    if not calls_match(flags, parity, record):
+    if not _calls_match(flags, parity, record):
         return DIFFERENT
     if plan[MODE] == REDUCE | GATHER and nbytes <= plan[SLOT]:
         # Every rank reduces all slots. No second barrier is needed: the next call writes the other slot, and the call
         # after that starts after the next barrier.
         state[SCRATCH] = data
-        reduce_to(slots[parity], state[SCRATCH : SCRATCH + 1], nbytes, plan, scale)
+        _reduce_to(slots[parity], state[SCRATCH : SCRATCH + 1], nbytes, plan, scale)
         return DONE
-    if all_in_regions(flags, parity, record):
+    if _all_in_regions(flags, parity, record):
         buffers = regions[record[REGION], 2:] + record[OFFSET]
-        reduce_in_regions(buffers, bounds, state[TARGET], state[SCRATCH:], plan, scale)
+        _reduce_in_regions(buffers, bounds, state[TARGET], state[SCRATCH:], plan, scale)
         # Other ranks may still access this rank's buffer: a second barrier precedes the return to the caller.
         store_release(flags[rank] + 8 * LEFT, number)
         state[STAGE] = LEAVE
@@ -281,11 +269,11 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
     """Continue a call of `start_call`. Return DONE, WAITING (call again) or DIFFERENT (the ranks' calls differ)."""
     flags, data, status = places[0], buffer.ctypes.data, DONE
     if state[STAGE] == MEET:
-        status = barrier(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
+        status = _barrier(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
     if state[STAGE] == LEAVE:
-        status = DONE if all_reached(flags, LEFT, state[CALL], plan[SPINS], plan[YIELDS]) else WAITING
+        status = DONE if _all_reached(flags, LEFT, state[CALL], plan[SPINS], plan[YIELDS]) else WAITING
     elif state[STAGE] >= FIRST_PIECE:
-        status = run_pieces(state, flags, places[3:5], bounds, data, plan, scale)
+        status = _run_pieces(state, flags, places[3:5], bounds, data, plan, scale)
     return status
 
 
@@ -307,8 +295,8 @@ def start_call(
     for word in range(COMPARED):
         record[word] = plan[PLAN_RECORD + word]
     record[SCALE : SCALE + 1].view(np.float64)[0] = scale  # its bits are compared, as an integer
-    find_region(regions, buffer.ctypes.data, buffer.size, record)
-    record_call(places[0, rank], number % 2, record)
+    _find_region(regions, buffer.ctypes.data, buffer.size, record)
+    _record_call(places[0, rank], number % 2, record)
     # Release: slot and record are visible to a rank that reads the number.
     store_release(places[0, rank] + 8 * ARRIVED, number)
     status: int = advance(state, places, regions, bounds, plan, scale, buffer)

@@ -20,7 +20,7 @@ NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or
 
 
 def check_local_ranks(table: RankTable) -> Check:
-    """Check that launcher and Slurm number the local ranks of each node 0 .. n - 1. ``table``: facts of all ranks."""
+    """Check that launcher and Slurm number each node's local ranks from 0 to n - 1. ``table``: facts of all ranks."""
     name = "local ranks"
     lints = (
         Lint(

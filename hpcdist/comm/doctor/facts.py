@@ -78,7 +78,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Resources that the job requested from its scheduler. None: unknown."""
+    """Resources that the job requested from its scheduler. A field is None if it is unknown."""
 
     scheduler: str  # "" without a scheduler
     tasks: int | None = None

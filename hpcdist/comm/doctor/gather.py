@@ -53,7 +53,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Start the timer of the next stage, which errors name ``what``. ``limit_s`` None: use the default limit."""
+        """Start the timer of the stage ``what``, its name in errors. ``limit_s`` None: use the default limit."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"

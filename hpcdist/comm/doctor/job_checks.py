@@ -188,7 +188,7 @@ def check_directory(table: RankTable, path: str, failure: str) -> Check:
 
 
 def check_space(table: RankTable) -> Check:
-    """Check the free space of each node's run directory, node-local directory and /dev/shm. ``table``: all facts."""
+    """Check the free space in run directory, local directory and /dev/shm of each node. ``table``: all ranks' facts."""
     name = "free space"
     volumes = [machine.volumes for machine in table.machines]
     texts = ["; ".join(filter(None, map(_short_of, node_volumes))) for node_volumes in volumes]
@@ -231,7 +231,7 @@ def check_software(table: RankTable) -> Check:
 
 
 def check_processors(table: RankTable) -> Check:
-    """Check that all nodes have one processor model; else rounding may differ. ``table``: facts of all ranks."""
+    """Check that all nodes have the same processor model, as rounding may differ. ``table``: facts of all ranks."""
     texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
     if len(set(texts)) == 1:
         return Check("processors", OK, texts[0])

@@ -136,7 +136,7 @@ def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
 
 
 def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
-    """Check if MPI accepts pointers to GPU memory. If the node has GPUs, child processes test this for seconds."""
+    """Check if MPI accepts pointers to GPU memory. On a node with GPUs, this starts child processes."""
     name = "CUDA-aware MPI"
     try:
         answer = cuda_aware.requested_answer(environment)

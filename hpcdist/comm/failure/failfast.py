@@ -58,7 +58,7 @@ class _Installed:
     rank: int
     hooks: tuple[Any, Any, Any]
     failing: threading.Lock
-    title: Callable[[str], None] | None  # sets the abort message of MPI
+    set_title: Callable[[str], None] | None  # sets the abort message of MPI
     end_label: Callable[[], None]  # of `_label_stacks`
     all_agree: Callable[..., bool] | None = None
     withdraw: Callable[[], None] | None = None
@@ -70,13 +70,13 @@ class _Installed:
 _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
-def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
+def install(abort: Callable[[int], None], rank: int, set_title: Callable[[str], None] | None = None) -> None:
     """From now on, report any uncaught exception as rank ``rank``, and end the job by ``abort(exit code)``. Local."""
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
     if _installed is not None:
         _installed.end_label()
-    _installed = _Installed(abort, rank, hooks, threading.Lock(), title, _label_stacks(rank))
+    _installed = _Installed(abort, rank, hooks, threading.Lock(), set_title, _label_stacks(rank))
     sys.excepthook, sys.exit = _on_exception, exits.exit_function(_leave_together_or_fail)
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():
@@ -144,7 +144,7 @@ def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """End the job after ``limit_s`` seconds, unless this function is called again before. None: no limit. Local."""
+    """End the job in ``limit_s`` seconds, unless a later call replaces this limit. None: remove the limit. Local."""
     if _installed is None:
         return
     if _installed.limit is not None:
@@ -277,10 +277,10 @@ def fail(error: BaseException, thread: str | None = None, headline: str = "") ->
     _leave_by(time.monotonic() + GIVE_WAY_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         copy = _report(state, error, code, thread, headline)
-        if copy and state.title is not None:
+        if copy and state.set_title is not None:
             # At an abort, launchers drop the content of their pipes, but not MPI's abort message.
             with suppress(Exception):
-                state.title(f"see {copy}" if len(copy) <= TITLE_BYTES - 4 else f"see ...{copy[7 - TITLE_BYTES :]}")
+                state.set_title(f"see {copy}" if len(copy) <= TITLE_BYTES - 4 else f"see ...{copy[7 - TITLE_BYTES :]}")
         time.sleep(DRAIN_S)
         # Before the abort: afterwards a launcher may wait for ever, or return the code of a rank that it killed.
         exit_file.write_exit_code(code)

@@ -65,7 +65,7 @@ class CommunicatorFamily(ABC):
 
     @property
     def checked(self) -> bool:
-        """Whether ranks compare their calls before each collective. Derived communicators inherit this value."""
+        """True if ranks compare their calls before each collective. Derived communicators inherit this value."""
         return self._checked
 
     @checked.setter

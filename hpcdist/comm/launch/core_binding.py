@@ -80,7 +80,7 @@ def bind_ranks(
     *,
     apart: bool = True,  # no rank may get cores of two sockets
 ) -> CoreBinding:
-    """Return the binding of ``per_node`` ranks to ``requested`` cores of ``node`` each. None: divide all cores."""
+    """Return the binding of ``per_node`` ranks to ``requested`` cores of ``node`` each (None: as many as possible)."""
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
     job_cpus = _job_cpus(environment)

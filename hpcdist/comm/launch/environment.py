@@ -158,7 +158,7 @@ _VARIABLES = (
 
 
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """Return the world that the launcher announced, or None. Raises ConfigurationError for an invalid world size."""
+    """Return the world size and rank that the launcher announced, or None. Raises ConfigurationError."""
     announced = []
     for launcher, size, rank, local_rank in _VARIABLES:
         if launcher == "Slurm srun" and not inside_srun(environment):

@@ -198,9 +198,9 @@ def announce_run(run_dir: Path) -> None:
     _write_note(RUN_FILE, str(run_dir))
 
 
-def announce_completion(how_to_go_on: str) -> bool:
+def announce_completion(resume_instructions: str) -> bool:
     """Report the end of training to `hpcdist run`, with instructions to resume. Return True on success."""
-    return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
+    return _write_note(STOPPED_FILE, resume_instructions) and _write_note(RUN_FILE, "")
 
 
 def _write_note(name: str, text: str) -> bool:

@@ -156,7 +156,7 @@ class Starter:
         return mpirun.common_settings(self.layout.cpus_per_task or 1)
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the launcher command that runs ``program`` on all ranks, with the user's launcher ``options``."""
+        """Return the launcher command for ``program``, with variables ``settings`` and the user's ``options``."""
         kind, layout = self.kind, self.layout
         # In a heterogeneous job each component has its number of ranks: -n would apply to each component.
         apart = kind is SRUN and any(option.startswith(HET_GROUP) for option in options)

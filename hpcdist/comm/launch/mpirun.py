@@ -145,7 +145,7 @@ def command(
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return the mpirun command that runs ``program`` on ``ranks`` ranks. Options ``extra`` override the defaults."""
+    """Return the mpirun command for ``program``. ``settings``: variables to export. ``extra``: user options."""
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
         # The UCX one-sided component of the wheels prints a warning at every start; windows work without it.
@@ -205,7 +205,7 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return variables that give a job of Open MPI 5 its own session and shared-memory directories, else {}."""
+    """Return variables that make Open MPI 5 use ``folder`` for sessions and a new folder for shared memory, or {}."""
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
     # Folders that the environment, `options` or a parameter file set are not changed.

@@ -35,7 +35,7 @@ class SpawnMember:
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` Python processes, which call `join_parent`. Return a communicator with them. Collective."""
+    """Start ``count`` Python processes, which call `join_parent`. Return the communicator of all ranks. Collective."""
     assert isinstance(comm, Communicator)
     if count < 1:
         raise UsageError(f"the number of processes to start must be at least 1, got {count}")

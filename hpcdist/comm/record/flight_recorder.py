@@ -27,7 +27,7 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create and map the file ``path`` of ``size`` bytes. Raises StorageError with the advice ``cure``."""
+    """Create and map file ``path`` of ``size`` bytes. StorageError names its use ``what`` and the advice ``cure``."""
     try:
         path.unlink(missing_ok=True)  # truncating would raise SIGBUS in a process that still maps the old file
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
