@@ -35,7 +35,7 @@ def is_plain(buffer: Array) -> bool:
 
 
 def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
-    """Raise CommunicationError unless the ``ranges`` of the ``ranks`` ranks tile ``buffer`` in rank order. Local."""
+    """Raise CommunicationError unless ``ranges``, one per rank, cover ``buffer`` in rank order without gaps. Local."""
     ends = [0, *(part.stop for part in ranges)]
     starts = [*(part.start for part in ranges), buffer.size]
     if len(ranges) != ranks or ends != starts:

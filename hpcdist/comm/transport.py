@@ -95,7 +95,7 @@ class SharedBlock(Protocol):
         # A rank failure may go unnoticed here, so call `check_alive` from time to time as well.
 
     def check_alive(self, since: float) -> None:
-        """Raise RankDiedError if a rank has died. ``since``: `time.monotonic` at the start of the wait. Local."""
+        """Let messages progress. Raises RankDiedError if a rank has died. ``since``: start time of the wait. Local."""
 
     def close(self) -> None:
         """Free the memory. Collective; local after `Communicator.revoke`."""
@@ -162,7 +162,7 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return (scratch buffer, range of each copy in it) for ``ranges``, empty if over ``largest`` elements. Local."""
+    """Allocate scratch memory for copies of ``ranges``. Return (memory, range of each copy; empty if too long)."""
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
     return namespace(buffer).empty(slots[-1].stop, buffer.dtype), slots

@@ -98,16 +98,15 @@ class MpiTransfers:
         self.sync()
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        for piece in transport.pieces(buffer.size):
-            self._window.Put(
-                [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
-            )
+        self._transfer(self._window.Put, buffer, peer, at_bytes)
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
+        self._transfer(self._window.Get, buffer, peer, at_bytes)
+
+    def _transfer(self, call: Callable[..., None], buffer: np.ndarray, peer: int, at_bytes: int) -> None:
+        byte = self._mpi.BYTE
         for piece in transport.pieces(buffer.size):
-            self._window.Get(
-                [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
-            )
+            call([buffer[piece.slice], byte], peer, (at_bytes + piece.start, piece.size, byte))
 
     def flush(self, peer: int) -> None:
         self._window.Flush(peer)

@@ -66,7 +66,7 @@ def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
 
 
 def unfold(comm: Communicator, cube: Hypercube, buffer: Array) -> None:
-    """Send the result in ``buffer`` from the ranks of ``cube``, which `fold` returned, to the others. Collective."""
+    """Send the result in ``buffer`` from the ranks of ``cube`` to the ranks that `fold` left out. Collective."""
     if cube.is_paired(comm):
         if cube.rank is None:
             comm.recv(buffer, comm.rank + 1)

@@ -114,7 +114,7 @@ class NodeMemory:
     def run(
         self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None, target: int = 0
     ) -> bool:
-        """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective."""
+        """Run the collective ``mode`` on ``buffer``. Return False if the ranks made different calls. Collective."""
         # ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce); ELSEWHERE: all ranks share one
         # result array. ``ranges`` None: an even split. ``target``: address of the result, or 0 for ``buffer``.
         if self._given_up is not None:

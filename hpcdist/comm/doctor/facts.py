@@ -30,13 +30,7 @@ NUMA: Final = Path("/sys/devices/system/node")
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba", "cupy-cuda12x", "cupy-cuda13x")
 THREADS: Final = "OMP_NUM_THREADS"
 _SETTINGS: Final = ("HPCDIST_", "NCCL_")
-_SETTINGS_ALONE: Final = (
-    *THREAD_VARIABLES,
-    "NUMBA_NUM_THREADS",
-    "CUDA_DEVICE_ORDER",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-)
+_SETTINGS_ALONE: Final = (*THREAD_VARIABLES, "NUMBA_NUM_THREADS", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH", "PYTHONPATH")
 _PER_LAUNCH: Final = (failfast.FAILURE_DIR, exit_file.LAUNCH_DIR)  # these exist only on the host of the launcher
 _PLUGINS_LIMIT_S: Final = 10.0
 

@@ -67,11 +67,7 @@ def load_library() -> MpiLibrary:
     """Return the MPI library that mpi4py would use. Raises MissingCapabilityError if there is no MPI library."""
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK],
-            capture_output=True,
-            text=True,
-            timeout=CHILD_LIMIT_S,
-            check=False,
+            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise MissingCapabilityError(

@@ -29,13 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from hpcdist.comm.failure import exits
 from hpcdist.comm.failure.exits import USER_ERRORS, AgreedExit, Exit, error_lines, error_summary, exit_code
 from hpcdist.comm.launch import environment, exit_file
-from hpcdist.errors import (
-    FAILURE,
-    INTERRUPTED,
-    REQUEUE,
-    CommunicationError,
-    DeadlineError,
-)
+from hpcdist.errors import FAILURE, INTERRUPTED, REQUEUE, CommunicationError, DeadlineError
 from hpcdist.reporting import atomic
 
 if TYPE_CHECKING:  # late at run time: --help is instant
@@ -85,7 +79,7 @@ def install(abort: Callable[[int], None], rank: int, set_title: Callable[[str], 
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as rank ``rank`` from now on, without the functions of `set_agreement`. Local."""
+    """Report failures as rank ``rank`` from now on, and undo `set_agreement`. Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -162,7 +156,7 @@ def _recovery_timed_out(limit_s: float) -> None:
 
 
 def attach(recorder: "Recorder") -> None:
-    """Note the end of this process in the flight ``recorder``: "raised" or "finished". Local."""
+    """Record the end of this process in the flight ``recorder`` later, as "raised" or "finished". Local."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
     atexit.register(note_end)  # runs before MPI_Finalize, which may wait for other ranks
@@ -181,7 +175,7 @@ def detach() -> None:
 
 
 def note_end() -> None:
-    """Note in the flight recorder that this process ends normally. Local."""
+    """Record in the flight recorder that this process ends normally. Local."""
     if _installed is not None and _installed.recorder is not None:
         _installed.recorder.note("finished", "end of the program")
 

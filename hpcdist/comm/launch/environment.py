@@ -181,7 +181,7 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """If HOME is unset, set it to the home of this user or a temporary directory: Open MPI needs it. Local."""
+    """If HOME is unset, set it to this user's home or a temporary directory: Open MPI needs it. Local."""
     if "HOME" not in environment:
         home = os.path.expanduser("~")  # from the user database, because HOME is not set
         environment["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()

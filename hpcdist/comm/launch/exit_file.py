@@ -46,7 +46,7 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 
 
 def write_exit_code(code: int) -> None:
-    """Write the exit code of the job to a file for `hpcdist run`. Every rank calls this at its end. Local."""
+    """Write the job's exit code to a file for `hpcdist run`. Every rank calls this at its end. Local."""
     # Ranks on other hosts than `hpcdist run` write nothing. The file keeps only the first code.
     folder = os.environ.get(LAUNCH_DIR)
     if folder:

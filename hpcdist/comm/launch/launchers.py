@@ -38,7 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command-line options of one type of launcher. (): the launcher has no such option."""
+    """Command-line options of one type of launcher. An empty tuple means that the launcher has no such option."""
 
     name: str
     program: tuple[str, ...]

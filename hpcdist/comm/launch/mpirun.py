@@ -73,12 +73,12 @@ class Launcher:
 
 
 def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if ``environment`` is of a resource manager's job, such as a Slurm job."""
+    """Return True if ``environment`` belongs to a job of a resource manager, such as Slurm."""
     return any(name in environment for name in _RESOURCE_MANAGERS)
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return a warning if hpcdist uses another MPI than the loaded environment ``modules`` (names) have, or ""."""
+    """Return a warning if the loaded environment ``modules`` contain another MPI than hpcdist uses, or ""."""
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
     if not wheels or not loaded:

@@ -75,7 +75,7 @@ class _MpiMessage:
 
 
 class MpiCommunicator(Communicator):
-    """Communicator that wraps an MPI communicator. No other code may use the wrapped communicator."""
+    """Communicator that wraps an MPI communicator, which no other code may use."""
 
     def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, declared_node: int | None = None) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, declared_node)
@@ -199,12 +199,7 @@ class MpiCommunicator(Communicator):
         )
 
     def _large_all_to_all(
-        self,
-        send: Array,
-        receive: Array,
-        send_ranges: Sequence[Range],
-        receive_ranges: Sequence[Range],
-        largest: int,
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range], largest: int
     ) -> None:
         # Ranges of more than `largest` elements are separate messages. MPI_Alltoallv exchanges the others.
         tag = transport.PAIR_TAG

@@ -170,7 +170,7 @@ def read(path: Path) -> RankRecord:
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
-    """Return the content of a recorder file. ``kind``: name of the type of file in the StorageError."""
+    """Return the content of a recorder file. A StorageError names the file type ``kind``."""
     try:
         return regular.read(path, MOST_BYTES)
     except OSError as error:
@@ -178,7 +178,7 @@ def read_bytes(path: Path, kind: str) -> bytes:
 
 
 def check_header(path: Path, versions: tuple[int, int], nbytes: int, least_bytes: int, rank: int, world: int) -> None:
-    """Raise StorageError for an invalid header of a recorder file. ``versions``: (of the file, supported)."""
+    """Raise StorageError if a recorder file has a wrong version, size or rank. ``versions``: (found, supported)."""
     version, supported = versions
     if version != supported or nbytes < least_bytes:
         raise StorageError(
@@ -274,7 +274,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the files of ranks from number ``ranks`` on from ``folder``: an earlier job had more ranks. Local."""
+    """Remove the files of ranks >= ``ranks`` from ``folder``, which an earlier job with more ranks left. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
