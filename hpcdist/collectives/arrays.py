@@ -49,9 +49,8 @@ def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return the result. Collective over keyword-only ``comm``.
 
-    ``array``: numpy or cupy array, PyTorch tensor, or number, of equal shape on all ranks. ``op``: "sum", "mean"
-    (not for integers), "max" or "min". All ranks get the same bits. Raises UsageError for an invalid op, and
-    BufferHandoverError for an unsupported array.
+    ``array``: numpy or cupy array, PyTorch tensor or number, of equal shape on all ranks. ``op``: "sum", "mean", "max"
+    or "min".
     """
     # 16-bit floats are summed in float32 and rounded once. Python integers must fit in 64 bits; their sum is exact.
     where = communicator_of(comm)
@@ -90,9 +89,7 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
     """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over keyword-only ``comm``.
 
-    ``array``: shape (n, ...), equal on all ranks; not changed. The n rows are split as by `numpy.array_split`. ``op``:
-    "sum", "mean" (not for integers), "max" or "min". Raises UsageError for invalid arguments, and BufferHandoverError
-    for an unsupported dtype.
+    ``array``: equal shape on all ranks; its rows are split as by `numpy.array_split`. ``op``: see `allreduce`.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "reduce_scatter", op)
@@ -107,11 +104,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 
 
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
-    """Return the rows of all ranks' arrays, concatenated in rank order. Collective over keyword-only ``comm``.
-
-    ``array``: shape (n, ...). Only n may differ between ranks. Raises UsageError for other shapes, and
-    BufferHandoverError for an unsupported dtype.
-    """
+    """Return all ranks' arrays, concatenated along the first axis. Collective over keyword-only ``comm``."""
     where = communicator_of(comm)
     array = _accept(where, array, "all_gather")
     fingerprint = zlib.crc32(repr((array.shape[1:], name_of(array.dtype))).encode())
@@ -130,11 +123,7 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
 
 
 def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
-    """Overwrite ``array`` with the array of rank ``root``, and return ``array``. Collective over keyword-only ``comm``.
-
-    Shape and dtype are equal on all ranks. Raises UsageError for an invalid root, and BufferHandoverError for an
-    unsupported dtype or a read-only array.
-    """
+    """Overwrite ``array`` with rank ``root``'s array, and return ``array``. Collective over keyword-only ``comm``."""
     where, root = communicator_of(comm), whole_number("root", root)
     view = _accept(where, array, "broadcast", in_place=True)
     _on_flat(view, lambda flat: tree.broadcast(where, flat, root), where.rank != root)
@@ -142,11 +131,7 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
 
 
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
-    """Send ``parts[q]`` to each rank q. Return the arrays received, by rank. Collective over keyword-only ``comm``.
-
-    ``parts``: one array per rank; only the number of rows may differ. Raises UsageError for a wrong number of parts,
-    and BufferHandoverError for an unsupported dtype.
-    """
+    """Send ``parts[q]`` to each rank q. Return the arrays received, by rank. Collective over keyword-only ``comm``."""
     where = communicator_of(comm)
     if not hasattr(parts, "__len__") or getattr(parts, "ndim", 1) == 0 or len(parts) != where.size:
         count = len(parts) if getattr(parts, "ndim", 1) and hasattr(parts, "__len__") else "no"

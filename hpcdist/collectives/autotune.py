@@ -38,10 +38,7 @@ MOST_REPEATS: Final = 8
 
 
 class Tournament:
-    """Timed comparison of algorithms on ``comm``. Times are maxima over the ranks of ``everyone``.
-
-    ``candidates``: {name: function that executes the algorithm once}.
-    """
+    """Timed comparison of algorithms on ``comm``. Times are maxima over the ranks of ``everyone``."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, candidates: Mapping[str, Candidate], clock: Clock
@@ -51,20 +48,17 @@ class Tournament:
         self.warming_s = 0.0  # time of the first calls, which may compile kernels that a run needs anyway
         self._began = clock()
 
-    def run(self, share_s: float, protected: str) -> dict[str, float]:
-        """Return {candidate: median seconds}, measured for about ``share_s`` seconds in total. Collective.
-
-        Candidates that cannot run are left out, and slow ones except ``protected``.
-        """
-        start_s = self.clock()
+    def run(self, budget_s: float, protected: str) -> dict[str, float]:
+        """Measure for about ``budget_s`` seconds, and drop slow candidates. Return {candidate: median seconds}."""
+        start_s = self.clock()  # the candidate `protected` is measured even if it is slow
         self._drop_refusals()
         self._began = self.clock()
         self.warming_s = slowest_rank(self.everyone, self._began - start_s)
         repeats = dict.fromkeys(self.candidates, 1)
         looks = [self._round(repeats, turn) for turn in range(FIRST_LOOKS)]
         first = {name: min(times[name] for times, _ in looks) for name in self.candidates}
-        if looks[-1][1] > share_s:
-            return first  # the time share is used up
+        if looks[-1][1] > budget_s:
+            return first
         best = min(first.values())
         self.candidates = {
             name: call for name, call in self.candidates.items() if first[name] <= HOPELESS * best or name == protected
@@ -76,7 +70,7 @@ class Tournament:
             rounds.append(times)
             # Expect another round to take as long as this round on the slowest rank.
             round_s = sum(times[name] * repeats[name] for name in times)
-            if len(rounds) >= FEWEST_ROUNDS and since_s + round_s > share_s:
+            if len(rounds) >= FEWEST_ROUNDS and since_s + round_s > budget_s:
                 break
         return {name: statistics.median(times[name] for times in rounds) for name in self.candidates}
 
@@ -130,7 +124,7 @@ Allocator = Callable[[int], Array]  # number of elements -> memory of the kind t
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Description of the buffers for which collectives are tuned."""
+    """Buffers for which collectives are tuned."""
 
     max_bytes: int
     dtype: np.dtype
@@ -158,25 +152,15 @@ def select(
     clock: Clock = time.perf_counter,
     announce: Callable[[], object] = lambda: None,
 ) -> Tuning:
-    """Return the fastest algorithms for reductions over ``comm``, equal on all ranks. Collective over ``everyone``.
-
-    ``everyone``: all ranks that tune now, in groups ``comm`` of equal size. ``library``: version of the MPI
-    library. Keyword-only ``cached``: True to use a stored result.
-    """
-    # ``renewed``: force a new measurement. ``announce``: function to call before a measurement.
+    """Return the fastest algorithms for ``request`` over ``comm``, equal on all ranks. Collective over ``everyone``."""
+    # ``everyone`` consists of groups like ``comm`` of equal size. ``cached``: a stored result may be used. ``renewed``:
+    # force a new measurement. ``announce``: function to call before a measurement.
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
         return Tuning(NATIVE, source="default")
     topology = _agreed(everyone, Topology.of(comm))
-    key = tuning_cache.key(
-        everyone,
-        topology.ranks_per_node,
-        library,
-        request.kind,
-        name_of(request.dtype),
-        request.buffer,
-        request.max_bytes,
-    )
+    dtype, buffer = name_of(request.dtype), request.buffer
+    key = tuning_cache.key(everyone, topology.ranks_per_node, library, request.kind, dtype, buffer, request.max_bytes)
     note, load = "", slowest_rank(everyone, tuning_cache.load_per_processor())
     if cached and not renewed:
         stored, note = everyone.broadcast_object(tuning_cache.read(key, load) if everyone.rank == 0 else None)
@@ -275,14 +259,10 @@ def sizes(max_bytes: int) -> list[int]:
     return [*ascending, max_bytes]
 
 
-def choose(measured: Mapping[str, float], before: str | None) -> str:
-    """Return the fastest algorithm in ``measured``, {name: seconds}. Local.
-
-    Among about equal algorithms, prefer "native", or else ``before``, the choice for the next smaller size (or
-    None).
-    """
+def choose(measured: Mapping[str, float], previous: str | None) -> str:
+    """Return the fastest algorithm in ``measured``, {name: seconds}. Prefers native or ``previous``. Local."""
     best = min(measured, key=measured.__getitem__)
-    for steady in (before, NATIVE):
+    for steady in (previous, NATIVE):  # `previous`: the choice for the next smaller size
         if steady is not None and steady in measured and measured[best] > CLEARLY * measured[steady]:
             best = steady
     return best
@@ -313,10 +293,7 @@ class CostModel:
 
 
 class SizeSweep:
-    """Timings of allreduce algorithms over ``comm`` at several sizes of ``buffer``, within ``budget_s`` seconds.
-
-    Methods are collective over ``everyone``, all measuring ranks. ``model`` predicts times.
-    """
+    """Timings of allreduce algorithms over ``comm`` at several sizes of ``buffer``, within ``budget_s`` seconds."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, buffer: Array, model: CostModel, budget_s: float, clock: Clock
@@ -328,13 +305,13 @@ class SizeSweep:
         self._latest: dict[str, tuple[int, float]] = {}  # algorithm -> (size, time) of its last tournament
 
     def measure(self, nbytes: list[int]) -> None:
-        """Time the algorithms at each of the sizes ``nbytes``, in this order, with equal time per size."""
+        """Time the algorithms at each of the sizes ``nbytes``, in this order, with equal time per size. Collective."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
             self._compare(size, self._candidates(size), share_s)
 
     def measure_between(self) -> None:
-        """If the fastest algorithms at two adjacent sizes differ, time both at a size between."""
+        """If the fastest algorithms at two adjacent sizes differ, time both at a size between. Collective."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):

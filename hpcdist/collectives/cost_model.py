@@ -191,10 +191,7 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Measure the costs of messages and sums, as maxima over all ranks. Collective over ``everyone``.
-
-    ``comm``: ranks that exchange messages. ``like``: array on the device to measure.
-    """
+    """Measure the costs of messages over ``comm``, and of sums on the device of ``like``. Collective."""
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"
     links = {}
@@ -208,7 +205,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the maximum of the further arguments ``*seconds`` over all ranks. Collective over ``everyone``."""
+    """Return the maximum of ``*seconds`` over all ranks. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])

@@ -148,12 +148,8 @@ def allreduce(
     *,
     scale: float = 1.0,
 ) -> None:
-    """Reduce ``buffer`` in place by ``algorithm``, with equal bits on all ranks. Collective over ``comm``.
-
-    ``buffer``: 1-D, contiguous, of equal size and dtype on every rank. ``op``: "sum", "max" or "min". Keyword-only
-    ``scale``: factor of the result; 1 for integers. Raises UsageError, or BufferHandoverError for the buffer.
-    """
-    # 16-bit floats are summed in float32 and rounded once.
+    """Reduce ``buffer`` in place by ``algorithm``, with equal bits on all ranks. Collective over ``comm``."""
+    # 16-bit floats are summed in float32 and rounded once. ``scale`` multiplies the result; integers need 1.
     if algorithm not in _BY_NAME:
         algorithm = _row(comm, buffer, algorithm, op)
     prepared = comm.caches[_PREPARED].get((algorithm, op, buffer.dtype))

@@ -38,10 +38,7 @@ _communicators: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDi
 
 
 def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place, with equal bits on every rank. Collective over ``comm``.
-
-    Raises MissingCapabilityError on every rank if NCCL is missing or does not support the GPUs.
-    """
+    """Reduce a GPU ``buffer`` in place by NCCL. Raises MissingCapabilityError on all ranks without NCCL. Collective."""
     if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         parts = split(buffer.size, comm.size, buffer.itemsize)
         reduce_scatter(comm, buffer, parts, op)

@@ -76,10 +76,7 @@ class _Operation:
 
 
 class PollEngine(ProgressEngine):
-    """Engine of nonblocking collectives that advance only in `progress`, `Handle.test` and `Handle.wait`.
-
-    If an operation fails, all operations stop.
-    """
+    """Engine of nonblocking collectives that advance only in `progress`, `Handle.test` and `Handle.wait`."""
 
     # "ring" gives the same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, but not always as
     # MPI_Allreduce.
@@ -242,10 +239,7 @@ def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread, limit
 
 
 class ThreadEngine(ProgressEngine):
-    """Engine that runs all nonblocking collectives in one thread, in the order of their start. Needs a free core.
-
-    Raises MissingCapabilityError without MPI_THREAD_MULTIPLE.
-    """
+    """Engine that runs nonblocking collectives in one thread. Raises MissingCapabilityError without thread support."""
 
     # The thread ends at `close`, when the engine is garbage-collected, or when the process ends.
     algorithms: ClassVar = {
@@ -258,8 +252,7 @@ class ThreadEngine(ProgressEngine):
         if not comm.supports("thread_multiple"):
             raise MissingCapabilityError(
                 "a progress thread needs MPI_THREAD_MULTIPLE, which the MPI library does not provide (see `hpcdist "
-                "doctor`); "
-                "set communication.overlap = 'poll', or 'none'"
+                "doctor`); set communication.overlap = 'poll', or 'none'"
             )
         super().__init__(comm, "background")
         self._clock = _Clock()
@@ -320,10 +313,7 @@ KINDS: Final[dict[str, Callable[[Communicator], ProgressEngine]]] = {"thread": T
 
 
 def begin(comm: Communicator, kind: str) -> ProgressEngine:
-    """Return the progress engine of ``kind`` "thread" or "poll" for ``comm``. Collective over ``comm``.
-
-    Raises UsageError for an unknown kind, and MissingCapabilityError if no thread can be used.
-    """
+    """Return a progress engine: ``kind`` is "thread" or "poll". Raises MissingCapabilityError. Collective."""
     if kind not in KINDS:
         raise UsageError(f"progress {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     return KINDS[kind](comm)

@@ -108,10 +108,7 @@ def export(array: Array) -> IpcHandle:
 
 
 def open_handle(memory: IpcHandle) -> IpcMapping:
-    """Map the GPU memory of another process of this node, exported as the handle ``memory``. Local.
-
-    Raises MissingCapabilityError if the driver rejects the handle.
-    """
+    """Map GPU memory of another process of this node by its handle. Raises MissingCapabilityError. Local."""
     # The driver rejects it if the other GPU is hidden from this process, or there is no peer access between the GPUs.
     if memory.process == process_identity():
         return IpcMapping(memory.pointer, memory.nbytes, opened=False)
@@ -157,10 +154,7 @@ _exchanges: weakref.WeakKeyDictionary[Communicator, _Exchange] = weakref.WeakKey
 
 
 def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place. Each rank reads the GPU memory of the other ranks of its node. Collective.
-
-    Raises MissingCapabilityError on every rank if a rank cannot read another rank's GPU memory.
-    """
+    """Reduce a GPU ``buffer`` in place by reads from GPUs of the node. Raises MissingCapabilityError. Collective."""
     check_buffer(buffer)
     combine = ufunc(buffer, op)
     if comm.size == 1 or buffer.size == 0:

@@ -40,7 +40,7 @@ ALL_GATHER: Final = "all_gather"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A nonblocking collective, which changes ``buffer`` in place. ``shares``: element range of each rank, or ()."""
+    """A nonblocking collective, which changes ``buffer`` in place."""
 
     operation: str
     buffer: Array
@@ -50,7 +50,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return one generator, which runs MPI_Iallreduce. For the arguments see `ring_lanes`."""
+    """Return one generator, which runs MPI_Iallreduce."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -59,11 +59,7 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 
 
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring allreduce, one generator per segment of the buffer. Collective.
-
-    A generator yields MPI requests; resume it when they are complete. ``scratch(n)`` returns a buffer of n
-    elements. ``tags()`` returns an unused message tag, equal on all ranks.
-    """
+    """Return generators that run a ring allreduce, one per segment. Each generator yields requests to wait for."""
     # The caller may interleave the generators.
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
@@ -77,7 +73,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring reduce-scatter, with the arguments of `ring_lanes`."""
+    """Return generators that run a ring reduce-scatter, like `ring_lanes`."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -87,7 +83,7 @@ def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, 
 
 
 def ring_all_gather_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring all-gather, with the arguments of `ring_lanes`."""
+    """Return generators that run a ring all-gather, like `ring_lanes`."""
     segments = _segments(task.shares, task.buffer.itemsize)
     return [_all_gather(comm, task.buffer, chunks, tags()) for chunks in segments]
 
@@ -150,14 +146,10 @@ class Handle(Protocol):
 
 
 class ProgressEngine(ABC):
-    """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
-
-    ``duplicate``: duplicate of ``comm``. ``algorithms``: {operation: names of its algorithms}. A ``with`` block closes
-    the engine.
-    """
+    """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``."""
 
     # If the ``with`` block raises an exception, closing does not wait for other ranks.
-    algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
+    algorithms: ClassVar[Mapping[str, tuple[str, ...]]]  # operation -> names of its algorithms
 
     def __init__(self, comm: Communicator, label: str) -> None:
         self.comm, self.duplicate, self._closed = comm, comm.dup(label), False
@@ -168,24 +160,17 @@ class ProgressEngine(ABC):
         return math.nan
 
     def iallreduce(self, buffer: Array, algorithm: str | AlgorithmTable = "native", op: str = "sum") -> Handle:
-        """Start to reduce ``buffer`` in place. Collective: all ranks start operations in the same order.
-
-        For arguments and errors see `hpcdist.collectives.allreduce`. Also raises UsageError after `close`.
-        """
+        """Start to reduce ``buffer`` in place. Collective: all ranks start operations in the same order."""
         return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op))
 
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
     ) -> Handle:
-        """Start to reduce ``buffer`` in place. Rank r gets ``buffer[shares[r]]``. Collective.
-
-        ``shares``: element ranges, from ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of
-        its ``reduce_scatter``.
-        """
+        """Start to reduce ``buffer`` in place. Rank r gets ``buffer[shares[r]]``. Collective."""
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
-        """Start an all-gather: rank r contributes ``buffer[shares[r]]``. See `ireduce_scatter`. Collective."""
+        """Start an all-gather: rank r contributes ``buffer[shares[r]]``. Collective."""
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 
     def _begin(self, task: Task) -> Handle:
@@ -226,22 +211,17 @@ class ProgressEngine(ABC):
     def _start(self, task: Task, ended: Callable[[], None]) -> Handle: ...
 
     @abstractmethod
-    def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        """Report to the ranks that compare ``call`` that this rank raises ``error`` instead of making it."""
+    def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None: ...  # see `checks.announce_refusal`
 
     @abstractmethod
     def progress(self) -> None:
         """Advance the operations in flight without waiting. Does nothing if a thread makes progress. Local."""
 
     @abstractmethod
-    def _finish(self) -> None:
-        """Wait for all operations in flight. Raise the error of a failed operation."""
+    def _finish(self) -> None: ...  # waits for all operations in flight, and raises the error of a failed operation
 
     def close(self) -> None:
-        """Wait for all operations, and free all resources. Collective; further calls do nothing.
-
-        Raises the error of a failed operation. Handles stay usable.
-        """
+        """Wait for all operations, and free all resources. Raises the error of a failed operation. Collective."""
         if not self._closed:
             self._closed = True
             self._finish()

@@ -42,11 +42,7 @@ class ScaledFunction(Protocol):
 
 
 def combiner(buffer: Array, op: str) -> Combine:
-    """Return the numpy or cupy ufunc that performs ``op`` on ``buffer``. Raises UsageError for an unknown op.
-
-    Raises BufferHandoverError for an unsupported buffer. 16-bit floats are not supported: each partial sum would be
-    rounded.
-    """
+    """Return the numpy or cupy ufunc of ``op`` for ``buffer``. Raises BufferHandoverError, also for 16-bit floats."""
     check_buffer(buffer)
     if is_16bit_float(buffer.dtype):
         raise BufferHandoverError(

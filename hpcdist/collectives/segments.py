@@ -33,10 +33,7 @@ _here = _Workspace()
 
 
 def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return a scratch buffer of ``size`` uninitialised elements, on the device of the array ``like``. Local.
-
-    Calls with an equal ``name`` in one thread return the same memory.
-    """
+    """Return this thread's scratch buffer ``name`` of ``size`` elements, on the device of the array ``like``. Local."""
     return scratch_in(_here.arrays, name, size, dtype, like)
 
 
@@ -99,10 +96,7 @@ def check_segment(segment_bytes: int) -> None:
 
 
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
-    """Split the range ``part`` into the fewest balanced ranges of about ``segment_bytes`` bytes, aligned to 64 bytes.
-
-    ``itemsize``: bytes of an element. A range may be 64 bytes longer than ``segment_bytes``.
-    """
+    """Split the range ``part`` into the fewest equal ranges of about ``segment_bytes`` bytes, aligned to 64 bytes."""
     count = -(-part.size * itemsize // segment_bytes)
     return [piece.shift(part.start) for piece in split(part.size, count, itemsize) if piece] if count else []
 
@@ -119,10 +113,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
-    """Return a scratch buffer for each range in ``pieces``, on the device of the array ``like``. Local.
-
-    Buffers i and i + 2 share memory, so use at most two at a time. ``name``: see `scratch`.
-    """
+    """Return a scratch buffer for each range in ``pieces``. Buffers i and i + 2 share memory. Local."""
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
     starts = [index % AHEAD * longest for index in range(len(pieces))]

@@ -43,11 +43,7 @@ class ReduceScatterFunction(Protocol):
     def __call__(
         self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
     ) -> None:
-        """Reduce ``buffer`` in place, or into ``result``. Rank r gets its element range ``shares[r]``. Collective.
-
-        All ranks or no rank must pass ``result``, an array for this rank's range. Then ``buffer`` is not
-        changed, unless ``result`` is a view of it.
-        """
+        """Reduce ``buffer`` in place, or into ``result``. Rank r gets its element range ``shares[r]``. Collective."""
 
 
 # Fills ``buffer`` in place: each rank contributes ``buffer[shares[rank]]``. Collective over ``comm``.
@@ -56,10 +52,7 @@ AllGatherFunction: TypeAlias = Callable[[Communicator, Array, Sequence[Range]], 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Algorithm that reduce-scatters a buffer to one element range per rank, and all-gathers these ranges.
-
-    Range boundaries are multiples of 64 bytes. 16-bit floats are summed in rank order in float32, and rounded once.
-    """
+    """Algorithm that reduce-scatters a buffer to one element range per rank, and all-gathers these ranges."""
 
     shares: SharesFunction
     reduce_scatter: ReduceScatterFunction
@@ -75,10 +68,6 @@ def _native_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[R
         staged_reduce_scatter(_native_reduce_scatter, comm, buffer, shares, op)
     else:
         comm.reduce_scatter(buffer, shares, op)
-
-
-def _native_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
-    comm.all_gather(buffer, shares)
 
 
 def _into_result(
@@ -161,8 +150,7 @@ def _check_result(buffer: Array, share: Range, result: Array) -> None:
     if result.dtype != buffer.dtype or result.size != share.size:
         raise UsageError(
             f"the result has {result.size} elements of {name_of(result.dtype)}, but this rank's share has "
-            f"{share.size} of {name_of(buffer.dtype)}; "
-            "size and dtype must be equal"
+            f"{share.size} of {name_of(buffer.dtype)}; size and dtype must be equal"
         )
 
 
@@ -235,7 +223,7 @@ def _watched(
 
 
 SHARDED: Final[dict[str, Sharding]] = {
-    "native": _watched("native", _in_rank_order, _native_reduce_scatter, _native_all_gather),
+    "native": _watched("native", _in_rank_order, _native_reduce_scatter, Communicator.all_gather),
     "ring": _watched("ring", _in_rank_order, ring.reduce_scatter, ring.all_gather),
     "circulant": _watched("circulant", _in_rank_order, circulant.reduce_scatter, circulant.all_gather),
     "node_shared": _watched("node_shared", _in_rank_order, _node_shared_reduce_scatter, _node_shared_all_gather),

@@ -38,19 +38,15 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Result of a tuning. ``text`` names the selected algorithms.
+    """Result of a tuning: the selected algorithms, and their measured times."""
 
-    ``source``: "measured", "cache", or "default" for a single rank. ``seconds``: duration of the measurement.
-    ``load``: highest `load_per_processor` of a node before the measurement.
-    """
-
-    text: str
+    text: str  # names the selected algorithms
     rows: tuple[TuningRow, ...] = ()
     machine: MachineCosts | None = None
-    seconds: float = 0.0
-    source: str = "measured"
+    seconds: float = 0.0  # duration of the measurement
+    source: str = "measured"  # or "cache", or "default" for a single rank
     note: str = ""
-    load: float = 0.0
+    load: float = 0.0  # highest `load_per_processor` of a node before the measurement
     created_utc: str = field(
         default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), compare=False
     )
@@ -80,11 +76,7 @@ def key(
     buffer: str,
     max_bytes: int,
 ) -> dict[str, Any]:
-    """Return the cache key of a tuning of the operation ``kind``. Collective over ``everyone``.
-
-    ``library``: version of the MPI library. ``buffer``: memory of the buffers, such as "host". ``max_bytes``:
-    largest buffer size.
-    """
+    """Return the cache key of a tuning of the operation ``kind``. Collective over ``everyone``."""
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
     return {
@@ -121,11 +113,8 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return (cached tuning for the key ``query`` or None, reason why a file is ignored or ""). Local.
-
-    ``load_now``: highest `load_per_processor` of a node.
-    """
-    # If the machine is idle now, ignore a result from a busy machine.
+    """Return (cached tuning for the key ``query`` or None, reason why a file is ignored or ""). Local."""
+    # ``load_now``: highest `load_per_processor` of a node. If all nodes are idle, ignore a result from a busy machine.
     try:
         path = path_of(query)
     except StorageError:
@@ -139,10 +128,8 @@ def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]
     stored_key, tuning = loaded
     other = [name for name in query if stored_key.get(name) != query[name] and name not in _largest_size(query)]
     if other == ["software"]:
-        return (
-            None,
-            f"{path} is not used: it was measured with {stored_key.get('software')}, and this is {query['software']}",
-        )
+        versions = f"it was measured with {stored_key.get('software')}, and this is {query['software']}"
+        return None, f"{path} is not used: {versions}"
     if other or len(stored_key) != len(query):
         return None, f"{path} is not used: it is for other {', '.join(other) or 'keys'} than this job has"
     if any(

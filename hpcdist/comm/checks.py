@@ -35,7 +35,7 @@ def is_plain(buffer: Array) -> bool:
 
 
 def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
-    """Raise CommunicationError unless the ``ranges`` of the ``ranks`` ranks tile ``buffer`` in rank order. Local."""
+    """Raise CommunicationError unless ``ranges``, one per rank, cover ``buffer`` in rank order without gaps. Local."""
     ends = [0, *(part.stop for part in ranges)]
     starts = [*(part.start for part in ranges), buffer.size]
     if len(ranges) != ranks or ends != starts:
@@ -82,14 +82,14 @@ Progress: TypeAlias = Callable[[Request], None]  # progresses other operations w
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective call of a rank. ``count``: number of elements. ``extra``: further arguments to compare."""
+    """A collective call of a rank, to be compared with the calls of the other ranks."""
 
     operation: str
     algorithm: str
     dtype: str
-    count: str
+    count: str  # number of elements
     reduction: str = ""
-    extra: str = ""
+    extra: str = ""  # further arguments to compare
     refused: str = ""  # the reason why this rank refuses the call, or ""
 
     def __str__(self) -> str:
@@ -118,10 +118,7 @@ def compare_native(
 
 
 def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, progress: Progress | None = None) -> None:
-    """Raise CommunicationError on all ranks if their ``call`` differs. Collective over ``comm``.
-
-    While the comparison message ``request`` is in flight, ``progress(request)`` progresses other operations.
-    """
+    """Raise CommunicationError on all ranks if their ``call`` differs; run ``progress`` while waiting. Collective."""
     # `progress` must progress this rank's operations in flight, because other ranks may wait for them.
     everybody = _exchange_calls(comm, call, progress)
     if any(other != everybody[0][0] for other, _ in everybody):

@@ -28,33 +28,25 @@ ANY: Final = -1  # any source or any tag, in `probe` and `poll`
 
 @dataclass(frozen=True)
 class Nodes:
-    """A communicator split by node: this rank is on node ``index`` of ``count`` nodes.
+    """A communicator split by node."""
 
-    ``intra``: ranks of this node. ``peers``: ranks with this rank's position on each node. ``leaders``: first rank
-    of each node, or None on other ranks. ``uniform``: True if all nodes have equally many ranks. ``members``: ranks
-    of each node.
-    """
-
-    intra: "Communicator"
-    peers: "Communicator"
-    leaders: "Communicator | None"
-    uniform: bool
-    index: int
-    count: int
-    members: tuple[tuple[int, ...], ...]
+    intra: "Communicator"  # ranks of this node
+    peers: "Communicator"  # ranks with this rank's position on each node
+    leaders: "Communicator | None"  # first rank of each node; None on other ranks
+    uniform: bool  # all nodes have equally many ranks
+    index: int  # number of this rank's node
+    count: int  # number of nodes
+    members: tuple[tuple[int, ...], ...]  # ranks of each node
 
 
 class Communicator(CommunicatorFamily):
-    """A group of ranks with its own message context: its messages never match messages of another communicator.
-
-    ``declared_node``: this rank's node number, or None if the transport detects the nodes.
-    """
+    """A group of ranks with its own message context: its messages never match messages of another communicator."""
 
     def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
         super().__init__()
         self.name, self.rank, self.size = name, rank, size
         self.handover = handover
-        self.declared_node = declared_node
+        self.declared_node = declared_node  # this rank's node number; None: the transport detects the nodes
         self._children = 0
         self._nodes: Nodes | None = None
 
@@ -123,14 +115,14 @@ class Communicator(CommunicatorFamily):
             self._idle(since)
 
     def probe(self, peer: int = ANY, tag: int = ANY) -> Message:
-        """Wait for a message from rank ``peer``, and reserve it for the returned object, which receives it. Local."""
+        """Wait for a message from rank ``peer``. Return a handle, which alone can receive this message. Local."""
         token = self.events.begin(self.name, "probe", "uint8", 0, 0, peer, tag)
         message = self._probe(peer, tag)
         self.events.end(token)
         return message
 
     def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
-        """Return a message from rank ``peer``, like `probe`, or None at once if no message has arrived. Local."""
+        """Return a handle for a message from rank ``peer``, like `probe`, or None if no message has arrived. Local."""
         message = self._poll(peer, tag)
         if message is not None:
             self.events.end(self.events.begin(self.name, "probe", "uint8", 0, 0, message.source, message.tag))
@@ -171,10 +163,7 @@ class Communicator(CommunicatorFamily):
         return PendingRequest(self.events, token, self._iallreduce(message, op), finish)
 
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-        """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined.
-
-        ``ranges`` cover the buffer in rank order, without gaps.
-        """
+        """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; ``ranges`` cover ``buffer`` in rank order."""
         if self._checked:
             checks.compare_native(self, "reduce_scatter", buffer, op, checks.ranges_fingerprint(ranges))
         check_reduction(buffer, op)
@@ -212,7 +201,7 @@ class Communicator(CommunicatorFamily):
         return self._recorded("broadcast_object", self._broadcast_object, value, root, peer=root)
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> "Communicator | None":
-        """Return a communicator of the ranks with this ``color``, ordered by (``key``, rank); None for color None."""
+        """Return a communicator of the ranks with this ``color``, sorted by (``key``, rank), or None for color None."""
         self._children += 1
         suffix = "" if color is None else f"/{label}{self._children}.{color}"
         child = self._recorded("split", self._split, color, key, self.name + suffix)
@@ -252,17 +241,11 @@ class Communicator(CommunicatorFamily):
         return firsts.index(first_of[self.rank]), len(firsts), ranks
 
     def shared(self, nbytes: int) -> SharedBlock:
-        """Allocate ``nbytes`` zeroed bytes per rank that all ranks of the node can read and write.
-
-        The ranks must be on one node. If sharing fails, the block is private: see `SharedBlock.is_shared`.
-        """
+        """Allocate ``nbytes`` zeroed bytes per rank, shared by the ranks of one node, or private if sharing fails."""
         return self._recorded("shared", self._shared, nbytes, count=nbytes)
 
     def window(self, nbytes: int) -> Window:
-        """Return a window on ``nbytes`` zeroed bytes of this rank, which all ranks can put to and get from.
-
-        Sizes may differ between ranks. Raises MissingCapabilityError without one-sided communication.
-        """
+        """Return a one-sided window on ``nbytes`` zeroed bytes of this rank. Raises MissingCapabilityError."""
         sizes = self.allgather_object(nbytes)
         transfers = self._recorded("window", self._window, nbytes, count=nbytes)
         return ObservedWindow(transfers, self.name, sizes, lambda: self.events)
@@ -309,9 +292,7 @@ class Communicator(CommunicatorFamily):
     @abstractmethod
     def _split(self, color: int | None, key: int, name: str) -> "Communicator | None": ...
     @abstractmethod
-    def _first_of_node(self) -> int:
-        """Return the lowest rank on this rank's node."""
-
+    def _first_of_node(self) -> int: ...  # lowest rank on this rank's node
     @abstractmethod
     def _shared(self, nbytes: int) -> SharedBlock: ...
     @abstractmethod

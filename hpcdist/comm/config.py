@@ -97,10 +97,7 @@ class CommunicationConfig:
 
 
 def fault_in_table(text: str, names: Sequence[str]) -> str:
-    """Return an error message if the algorithm setting ``text`` is invalid, or "" if it is valid. Local.
-
-    ``text`` is one of ``names``, or gives a name for each range of buffer sizes: "NAME<=BYTES,...,NAME".
-    """
+    """Return an error message, or "" if ``text`` is one of ``names`` or a table "NAME<=BYTES,...,NAME". Local."""
     rows, before = text.split(","), -1
     for number, row in enumerate(rows, 1):
         name, sign, limit = row.partition("<=")

@@ -22,21 +22,19 @@ OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 
 
 class Handover:
-    """Conversion of buffers to memory that MPI may read or write.
-
-    ``device_pointers``: the `OPERATIONS` for which MPI accepts pointers to GPU memory; True means all.
-    """
+    """Conversion of buffers to memory that MPI may read or write."""
 
     def __init__(self, device_pointers: bool | Collection[str]) -> None:
         if isinstance(device_pointers, bool):
             device_pointers = OPERATIONS if device_pointers else ()
-        # Other operations, and all non-blocking collectives, stage GPU buffers in pinned host memory.
+        # The operations in which MPI accepts GPU pointers. Other operations, and all non-blocking collectives, stage
+        # GPU buffers in pinned host memory.
         self.pointers = frozenset(device_pointers)
         assert self.pointers <= set(OPERATIONS), f"{set(self.pointers)} must contain only operations of {OPERATIONS}"
 
     @property
     def device_pointers(self) -> bool:
-        """Whether point-to-point messages accept pointers to GPU memory."""
+        """True if point-to-point messages accept pointers to GPU memory."""
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
@@ -50,11 +48,8 @@ class Handover:
                 buffer = staging.to_host(buffer)
         return _bits(buffer)
 
-    def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
-        """Return (array into which MPI can receive, function that copies it to ``buffer``).
-
-        The function is None if MPI receives directly into ``buffer``.
-        """
+    def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], object] | None]:
+        """Return (array for MPI to receive into, function that then copies the array to ``buffer``, or None)."""
         _check(buffer)
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.writeable:
@@ -63,25 +58,18 @@ class Handover:
             if operation not in self.pointers:
                 host = staging.lease(buffer.size, buffer.dtype)
                 # No wait here: the copy back follows kernels on the current stream that still use `buffer`.
-                return _bits(host), lambda: _copy_back(host, buffer)
+                return _bits(host), lambda: staging.to_device(host, buffer)
             # MPI writes device memory outside of any stream: kernels that still read the memory must end first.
             device.produced()
         return _bits(buffer), None
 
-    def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], None] | None]:
-        """Return (array with the data of ``buffer``, function to call after MPI's in-place ``operation`` on it).
-
-        The function copies the result to ``buffer``. It is None if MPI works directly on ``buffer``.
-        """
+    def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], object] | None]:
+        """Return (array for an in-place MPI operation on ``buffer``, function that copies the result back, or None)."""
         message, finish = self.incoming(buffer, operation)
         # A `finish` means that `message` is a pinned block that must be filled; `view` reverts `_bits` for the copy.
         if finish is not None:
             staging.begin_to_host(buffer, message.view(buffer.dtype)).synchronize()
         return message, finish
-
-
-def _copy_back(host: np.ndarray, buffer: Array) -> None:
-    staging.to_device(host, buffer)
 
 
 def _check(buffer: Array) -> None:

@@ -36,11 +36,7 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
 
 
 def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
-    """Return the placement of this rank. Collective over ``comm``.
-
-    ``announced``: announcement of the launcher, or None. Raises ConfigurationError if its local ranks are not 0 ..
-    n - 1.
-    """
+    """Return this rank's placement. Raises ConfigurationError if the launcher's local ranks are wrong. Collective."""
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
     declared = getattr(comm, "declared_node", None) is not None

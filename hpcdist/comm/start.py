@@ -44,18 +44,13 @@ class Session:
     abort: Callable[[int], None]
     recorder: Recorder | None = None
     watchdog: Watchdog | None = None
-    device_pointers: cuda_aware.DevicePointerSupport | None = (
-        None  # support of MPI for GPU memory; None for a run on the CPU
-    )
+    device_pointers: cuda_aware.DevicePointerSupport | None = None  # None for a run on the CPU
     outlives: bool = False  # the job continues when a rank dies (ULFM): see `survive`, and `hpcdist run --survive`
     _finalise: Callable[[], None] = field(default=lambda: None)
     spans: SpanSink = NULL_SPANS  # named intervals of this rank, in addition to its messages
 
-    def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
-        """Record communication operations in ``directory``, each with a deadline of ``deadline_s`` seconds. Collective.
-
-        Keyword-only ``spans``: True to record named time intervals as well.
-        """
+    def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:  # spans: also named intervals
+        """Record operations in ``directory`` from now on, each with the deadline ``deadline_s``. Collective."""
         folder = directory / "recorder"
         try:
             atomic.own_directory(folder)
@@ -142,13 +137,11 @@ JOINING_S: Final = 120  # limit for a spawned process to join; afterwards its pa
 
 
 def start(
-    device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False, examined: bool = False
+    device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False, check_local_ranks: bool = True
 ) -> Session:
     """Start MPI if a launcher announced a world, else a world of only this process. Collective.
 
-    ``ranks_per_node``: ranks per simulated node, or None for real nodes. ``checked``: True to compare the
-    collective calls of all ranks. ``examined``: True to accept other local ranks than the launcher's. Afterwards,
-    an uncaught exception ends the job.
+    ``ranks_per_node``: size of simulated nodes, or None. ``checked``: True to compare all ranks' collective calls.
     """
     refuse_worker()
     standard_streams.protect()
@@ -163,8 +156,7 @@ def start(
         pointers = cuda_aware.detect(launch)
     if launch is None:
         return start_alone()
-    # The job also ends if MPI has not started after STARTING_S seconds. If `examined`, the local ranks of MPI and the
-    # launcher may differ.
+    # The job also ends if MPI has not started after STARTING_S seconds.
     guard.end_with_launcher()
     # A C thread, which also works while this thread waits in MPI_Init with the interpreter's lock.
     faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)
@@ -186,7 +178,7 @@ def start(
     if device == "gpu":
         pointers = cuda_aware.agree(comm, pointers)
         handover.pointers = pointers.operations
-    place = placement.locate(comm, None if examined else launch)
+    place = placement.locate(comm, launch if check_local_ranks else None)
     session = Session(comm, place, library_version, world.Abort, None, None, pointers, outlives(comm), mpi.Finalize)
     session.speak_as_one()
     return session
@@ -215,10 +207,8 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """Report errors before `start` with the same text and exit code as after it. Local.
-
-    Keyword-only ``launched``: True to do nothing in a process without a launcher.
-    """
+    """Report errors before `start` with the same text and exit code as after it. Local."""
+    # `launched`: do nothing in a process without a launcher.
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
         failfast.install(_exit_process, 0 if launch is None else launch.rank or 0)
@@ -256,7 +246,6 @@ def end_alone(error: Exception) -> NoReturn:
 
 def outlives(comm: Communicator) -> bool:
     """Return True if HPCDIST_SURVIVE is set: the job continues after rank failures. Local."""
-    # Raises MissingCapabilityError if it does, but MPI has no ULFM.
     mode = os.environ.get(exit_file.SURVIVE, "")
     if mode and not comm.supports("ulfm"):
         raise MissingCapabilityError(
@@ -287,10 +276,7 @@ def start_alone() -> Session:
 
 
 def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
-    """Raise ConfigurationError if the world size of MPI differs from the size that the launcher announced. Local.
-
-    ``launch``: announcement of the launcher. ``library``: version of the MPI library, for the message.
-    """
+    """Raise ConfigurationError if the launcher announced another world size than the ``size`` of MPI's world. Local."""
     if size != launch.size:
         raise ConfigurationError(
             f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "

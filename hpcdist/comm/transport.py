@@ -49,17 +49,11 @@ def attribute(site: CallSite | None) -> None:
 
 
 class EventSink:
-    """Observer of a communicator's operations. This base class does nothing.
+    """Observer of a communicator's operations. This base class does nothing."""
 
-    If an operation raises an error, `end` is not called: an operation without an end shows the failure.
-    """
-
+    # An operation that raises an error has no end, which shows the failure.
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
-
-        ``comm``: name of the communicator. ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`.
-        ``peer``: the other rank, or -1.
-        """
+        """Record the start of operation ``op``, which sends ``sent_bytes`` bytes. Return a token to pass to `end`."""
         return 0
 
     def end(self, token: int) -> None:
@@ -91,12 +85,9 @@ class Message(Protocol):
 
 
 class SharedBlock(Protocol):
-    """Memory that all ranks of a node can read and write, or private memory if the ranks cannot share memory.
+    """Memory that all ranks of a node can read and write, or private memory if the ranks cannot share memory."""
 
-    ``views``: bytes of each rank. If ``is_shared`` is False, only this rank's view exists.
-    """
-
-    views: list[np.ndarray]
+    views: list[np.ndarray]  # bytes of each rank; private memory has only this rank's view
     is_shared: bool
 
     def progress(self) -> None:
@@ -104,19 +95,16 @@ class SharedBlock(Protocol):
         # A rank failure may go unnoticed here, so call `check_alive` from time to time as well.
 
     def check_alive(self, since: float) -> None:
-        """Let messages progress, and raise RankDiedError if a rank of the communicator has died. Local.
-
-        ``since``: `time.monotonic` at the start of the wait.
-        """
+        """Let messages progress. Raises RankDiedError if a rank has died. ``since``: start time of the wait. Local."""
 
     def close(self) -> None:
         """Free the memory. Collective; local after `Communicator.revoke`."""
 
 
 class PendingRequest:
-    """A request whose end is recorded in the event log. ``finish``: function to call after completion, or None."""
+    """A request whose end is recorded in the event log."""
 
-    def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
+    def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], object] | None) -> None:
         self._events, self._token, self._transport, self._finish = events, token, transport, finish
         self.done = False
 
@@ -142,10 +130,7 @@ PAIR_TAG: Final = LARGEST_TAG - 2  # messages of a large all-to-all
 
 
 def check_size(nbytes: int, source: int, tag: int, buffer: Array, receiver: str = "") -> None:
-    """Raise CommunicationError unless a received message of ``nbytes`` bytes fills ``buffer``. Local.
-
-    ``receiver``: beginning of the error message.
-    """
+    """Raise CommunicationError unless a received message of ``nbytes`` bytes fills ``buffer``. Local."""
     if nbytes != buffer.nbytes:
         raise CommunicationError(
             f"{receiver}a message of {nbytes} bytes from rank {source} (tag {tag}) arrived for a buffer of "
@@ -177,10 +162,7 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return (scratch buffer, range of each copy in it) to copy ``ranges`` of ``buffer``. Local.
-
-    Ranges of more than ``largest`` elements get no copy: their returned range is empty.
-    """
+    """Allocate scratch memory for copies of ``ranges``. Return (memory, range of each copy; empty if too long)."""
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
     return namespace(buffer).empty(slots[-1].stop, buffer.dtype), slots

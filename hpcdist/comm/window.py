@@ -19,18 +19,15 @@ _MAGIC: Final = 0x6870_6364_0000_0000
 
 
 class Window(Protocol):
-    """One-sided access to the memory of other ranks. All methods except `close` are local.
-
-    Before `flush`, do not change the buffer of a put, and do not read the buffer of a get.
-    """
+    """One-sided access to the memory of other ranks. All methods except `close` are local."""
 
     memory: np.ndarray  # (bytes of this rank, maybe 0) uint8
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        """Start writing ``buffer`` to the memory of rank ``peer`` at byte offset ``at_bytes``."""
+        """Start writing ``buffer``, unchanged until `flush`, to the memory of rank ``peer`` at offset ``at_bytes``."""
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        """Start reading the memory of rank ``peer`` at byte offset ``at_bytes`` into ``buffer``."""
+        """Start reading memory of rank ``peer`` at offset ``at_bytes`` into ``buffer``, valid after `flush`."""
 
     def flush(self, peer: int) -> None:
         """Wait until all puts and gets of this rank with rank ``peer`` are complete on both ranks."""
@@ -101,16 +98,15 @@ class MpiTransfers:
         self.sync()
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        for piece in transport.pieces(buffer.size):
-            self._window.Put(
-                [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
-            )
+        self._transfer(self._window.Put, buffer, peer, at_bytes)
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
+        self._transfer(self._window.Get, buffer, peer, at_bytes)
+
+    def _transfer(self, call: Callable[..., None], buffer: np.ndarray, peer: int, at_bytes: int) -> None:
+        byte = self._mpi.BYTE
         for piece in transport.pieces(buffer.size):
-            self._window.Get(
-                [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
-            )
+            call([buffer[piece.slice], byte], peer, (at_bytes + piece.start, piece.size, byte))
 
     def flush(self, peer: int) -> None:
         self._window.Flush(peer)
@@ -153,10 +149,7 @@ class DeferredWindow:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
-    """Return a tested window with ``nbytes`` bytes on this rank. Collective over ``comm``, an mpi4py communicator.
-
-    Raises MissingCapabilityError on all ranks if windows do not work.
-    """
+    """Return a tested window of ``nbytes`` bytes on this rank. Raises MissingCapabilityError. Collective."""
     transfers, reason = None, ""
     try:
         transfers = MpiTransfers(mpi, comm, nbytes + PROBE_BYTES)

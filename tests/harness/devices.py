@@ -301,7 +301,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
             (gpu.H2D, "base._rates_on_gpu"): normalised,
             (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
             (gpu.D2H, "handover.both"): 0 if pointers else both,
-            (gpu.H2D, "handover._copy_back"): 0 if pointers else to_device,
+            (gpu.H2D, "handover.<lambda>"): 0 if pointers else to_device,
             (gpu.SYNCHRONISE, "handover.outgoing"): to_host - both,
             (gpu.SYNCHRONISE, "handover.incoming"): to_device if pointers else 0,
             (gpu.SYNCHRONISE, "handover.both"): 0 if pointers else both,

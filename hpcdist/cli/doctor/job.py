@@ -35,7 +35,7 @@ def examine(out: Path | None, device: str, recipe: Path | None, show: Callable[.
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
     try:
-        session = start.start(examined=True)
+        session = start.start(check_local_ranks=False)
     except HpcdistError as error:
         if launched is None or not launched.rank:
             show([_world_failure(launched, error)])

@@ -43,12 +43,8 @@ def all_to_all(
     receive_ranges: Sequence[Range],
     algorithm: str = "pairwise",
 ) -> None:
-    """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective.
-
-    Buffers are 1-D, contiguous, of equal dtype, without overlap. Raises UsageError for an invalid ``algorithm`` or
-    ranges, and BufferHandoverError for invalid buffers.
-    """
-    # For "bruck", all ranges on all ranks must have one size.
+    """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective."""
+    # For "bruck", all ranges on all ranks must have one size. The buffers have one dtype, and do not overlap.
     function = ALL_TO_ALL.get(algorithm)
     if function is None:
         raise UsageError(f"all-to-all algorithm {algorithm!r} is unknown; choose one of {', '.join(ALL_TO_ALL)}")
@@ -122,13 +118,6 @@ def _block(send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> int
     if len(sizes) > 1:
         raise UsageError(f"bruck needs ranges of one size, got the sizes {sorted(sizes)}; choose pairwise")
     return sizes.pop()
-
-
-def native_all_to_all(
-    comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
-) -> None:
-    """Execute `all_to_all` by MPI_Alltoallv. Collective over ``comm``."""
-    comm.all_to_all(send, receive, send_ranges, receive_ranges)
 
 
 _GATEWAY_TAG: Final = 11
@@ -215,7 +204,7 @@ def _views(buffer: Array, sizes: Sequence[int], values: Sequence[Array] = ()) ->
 
 # Call these by `all_to_all`, which checks buffers and ranges.
 ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
-    "native": native_all_to_all,
+    "native": Communicator.all_to_all,
     "pairwise": pairwise_all_to_all,
     "bruck": bruck_all_to_all,
     "hierarchical": hierarchical_all_to_all,

@@ -32,11 +32,7 @@ BroadcastFunction: TypeAlias = Callable[[Communicator, Array, int], None]  # buf
 
 
 def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str = "auto") -> None:
-    """Overwrite ``buffer`` with the buffer of rank ``root``. Collective over ``comm``.
-
-    ``buffer``: 1-D, contiguous, of equal size and dtype on every rank. Raises UsageError for an unknown algorithm
-    or root.
-    """
+    """Overwrite ``buffer`` with the buffer of rank ``root``. Raises UsageError for an unknown algorithm. Collective."""
     if algorithm == "auto":
         small = buffer.nbytes <= BINOMIAL_BYTES or comm.size < SCATTER_RANKS
         algorithm = "binomial" if small else "scatter_all_gather"
@@ -108,14 +104,9 @@ def chain_broadcast(comm: Communicator, buffer: Array, root: int = 0, *, segment
     wait_all(sends)
 
 
-def native_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None:
-    """Broadcast by MPI_Bcast. Collective over ``comm``."""
-    comm.broadcast(buffer, root)
-
-
 # Call these by `broadcast`, which checks buffer and root.
 BROADCAST: Final[dict[str, BroadcastFunction]] = {
-    "native": native_broadcast,
+    "native": Communicator.broadcast,
     "binomial": binomial_broadcast,
     "scatter_all_gather": scatter_all_gather_broadcast,
     "chain": chain_broadcast,

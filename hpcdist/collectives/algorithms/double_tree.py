@@ -111,10 +111,7 @@ class _Lane:
         self.sends_down: list[Request] = []  # to the children
 
     def turns(self) -> list[tuple[int, bool, int, int]]:
-        """Return the steps of this rank in this tree: (time, True if downward, tree number, segment number).
-
-        Times only define an order: this rank executes its steps in ascending order of time.
-        """
+        # Returns (time, True if downward, tree number, segment number). This rank executes its steps in order of time.
         # Upward: add the children's sums, send the result to the parent. Downward: pass the total to the children.
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]

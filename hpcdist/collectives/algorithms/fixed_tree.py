@@ -77,11 +77,7 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduction of ``shards`` logical shards (input buffers) over ``comm``, in one order for all numbers of ranks.
-
-    Call `add` for each of this rank's shards (see `shards_of`) in ascending order, then `reduce` or
-    `reduce_scatter`. Raises UsageError for an unknown ``op``.
-    """
+    """Reduction of numbered buffers (logical shards) over ``comm``, in an order independent of the number of ranks."""
 
     # At least as many buffers as ranks, of one size and dtype. 16-bit floats are summed and sent in float32.
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
@@ -98,10 +94,7 @@ class FixedTree:
         self._free: list[Array] = []
 
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
-        """Add the array ``addend``, logical shard number ``shard``. The caller may change it afterwards. Local.
-
-        Keyword-only ``copy``: False if the array does not change until `reduce`, which may overwrite it.
-        """
+        """Add ``addend`` as logical shard number ``shard``. Each rank adds its shards in ascending order. Local."""
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
         wide = accumulation_dtype(addend.dtype)
@@ -117,6 +110,7 @@ class FixedTree:
             ufunc(left.total, self._op)(left.total, _as(wide, partial.total), left.total)
             self._give_back(partial)
             partial = _Partial(joined, left.total, left.kept)
+        # `copy` False: the caller does not change `addend` until `reduce`, which may overwrite it.
         if partial.total is addend and (copy or addend.dtype != wide):
             partial = _Partial(partial.node, self._take(addend, wide), kept=True)
             widen(addend, partial.total)

@@ -53,10 +53,7 @@ class Hypercube:
 
 
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
-    """Reduce the buffers of all ranks to 2^k ranks. Return the `Hypercube` of these ranks. Collective.
-
-    ``combine(left, right, out)`` reduces two arrays.
-    """
+    """Reduce the buffers of all ranks by ``combine`` to 2^k ranks, and return their `Hypercube`. Collective."""
     cube = Hypercube.of(comm)
     if cube.is_paired(comm):
         if cube.rank is None:
@@ -69,7 +66,7 @@ def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
 
 
 def unfold(comm: Communicator, cube: Hypercube, buffer: Array) -> None:
-    """Send the result in ``buffer`` from the ranks of ``cube``, which `fold` returned, to the others. Collective."""
+    """Send the result in ``buffer`` from the ranks of ``cube`` to the ranks that `fold` left out. Collective."""
     if cube.is_paired(comm):
         if cube.rank is None:
             comm.recv(buffer, comm.rank + 1)

@@ -35,13 +35,10 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` by messages over ``intra``, the communicator of a node. Construction is collective.
-
-    ``order``: segments (ranges) of the buffer, in the order of summation. The first ``owners`` ranks share the
-    summation of each segment.
-    """
+    """Reduction of ``buffer`` by messages over ``intra``, the communicator of a node. Construction is collective."""
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
+        # ``order``: segments in the order of their summation, which the first ``owners`` ranks share.
         self.buffer, self.combine = buffer, combiner(buffer, op)
         self._intra, self._owners, self._order = intra, owners, order
         self._parts: dict[int, list[Range]] = {}
@@ -54,7 +51,7 @@ class NodeFlow:
         self._totals: deque[list[Request]] = deque()
 
     def range_in(self, segment: Range, rank: int) -> Range:
-        """Return the part of ``segment`` that ``rank`` sums, as a range inside the segment; may be empty. Local."""
+        """Return the range of elements that ``rank`` sums, relative to the start of ``segment``. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -86,7 +83,7 @@ class NodeFlow:
         self._begun += 1
 
     def sum_next(self) -> None:
-        """Reduce this rank's part of the next segment in place. Waits for the other ranks' data."""
+        """Reduce this rank's elements of the next segment, after the other ranks' data has arrived."""
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
         local_part, addends = self.local_view(self._order[self._summed]), self._addends.popleft()
@@ -109,7 +106,7 @@ class NodeFlow:
             self.combine(total, rows[-1], local_part)
 
     def spread(self, segment: Range) -> None:
-        """Start to exchange the sums of ``segment``: send this rank's part, and receive the other ranks' parts."""
+        """Start to exchange the sums of ``segment``: each rank sends its sums to the other ranks."""
         for request in self._sends.pop(segment, ()):
             request.wait()  # do not receive into memory that is still being sent
         local_part = self.local_view(segment)
@@ -141,14 +138,10 @@ MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 
 
 
 @jit
-def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
-    """Return True if counter number ``word`` of every rank reaches ``number`` within ``spins`` polls.
-
-    ``lines``: address of the counters of each rank.
-    """
-    for rank in range(lines.size):
-        # Acquire: data written before the release store in `raise_to` is visible once the number is.
-        while load_acquire(lines[rank] + 8 * word) < number:
+def _is_reached(counters: Any, word: int, number: int, spins: int) -> bool:
+    for rank in range(counters.size):  # an address for each rank
+        # Acquire: data written before the release store in `_raise_to` is visible once the number is.
+        while load_acquire(counters[rank] + 8 * word) < number:
             if spins <= 0:
                 return False
             spins -= 1
@@ -157,36 +150,29 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 
 @jit
-def raise_to(line: int, word: int, number: int) -> None:
-    """Set counter number ``word`` of this rank to ``number``. ``line``: address of this rank's counters.
-
-    A rank that reads the new value also sees all earlier writes of this rank.
-    """
-    store_release(line + 8 * word, number)
+def _raise_to(counters: int, word: int, number: int) -> None:
+    store_release(counters + 8 * word, number)
 
 
 class Counters:
-    """Shared memory of ``comm``: the progress counters of each rank, then ``nbytes`` bytes. Construction is collective.
-
-    Each rank writes only its own counters, and reads all counters. ``is_shared``: False if sharing failed.
-    """
+    """Shared memory: the progress counters of each rank, then ``nbytes`` bytes. Construction is collective."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.block: SharedBlock = comm.shared(LINE_BYTES + nbytes)
         self.rank = comm.rank
-        self.is_shared = self.block.is_shared
+        self.is_shared = self.block.is_shared  # False if sharing failed
         self.given_up: BaseException | None = None  # the error that aborted a wait
         if self.is_shared:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
     def publish(self, word: int, number: int) -> None:
         """Set counter number ``word`` of this rank to ``number``. Ranks that read it see all earlier writes. Local."""
-        raise_to(self.lines[self.rank], word, number)
+        _raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
         """Wait until counter number ``word`` of every rank has reached ``number``. Local."""
         since, turns = time.monotonic(), 0
-        while not is_reached(self.lines, word, number, SPINS):
+        while not _is_reached(self.lines, word, number, SPINS):
             turns += 1
             try:
                 if turns % PATIENCE == 0:
@@ -226,12 +212,8 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def flow_of(
     intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], part_bytes: int
 ) -> NodeFlow:
-    """Return an object that reduces ``buffer`` over the ranks of a node, segment by segment. Collective over ``intra``.
-
-    ``owners``, ``order``: see `NodeFlow`. ``part_bytes``: maximum bytes of a segment that one rank sums. Raises
-    CommunicationError after an aborted reduction.
-    """
-    # The first ``owners`` ranks divide each segment. Without shared memory, return a plain `NodeFlow`.
+    """Return an object that reduces ``buffer`` over a node, one segment of ``order`` at a time. Collective."""
+    # ``part_bytes``: maximum bytes of a segment that one rank sums. Without shared memory, return a plain `NodeFlow`.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
     memory = _memory.get(intra)
@@ -339,11 +321,7 @@ def part_bytes(nbytes: int) -> int:
 
 
 class PublishedMemory:
-    """Arrays in the shared memory of a node: each rank writes its arrays and reads all. Construction is collective.
-
-    ``is_shared``: False if sharing failed. ``head``: for each rank, an array of ``numbers`` int64 values. `grow`
-    allocates the other arrays.
-    """
+    """Arrays in the shared memory of a node: each rank writes its arrays and reads all. Construction is collective."""
 
     def __init__(self, comm: Communicator, numbers: int) -> None:
         self._comm, self._turns = comm, 0
@@ -352,13 +330,11 @@ class PublishedMemory:
         self._sizes: dict[str, int] = {}
         self._starts: dict[str, int] = {}
         self.is_shared = self._counters.is_shared
+        # For each rank, an array of ``numbers`` int64 values.
         self.head = [view[view.size - 8 * numbers :].view(np.int64) for view in self._counters.block.views]
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Enlarge each array to at least ``sizes[name]`` bytes. Its data is lost. Collective, with equal sizes.
-
-        Raises MissingCapabilityError if the memory cannot be shared.
-        """
+        """Enlarge each array to ``sizes[name]`` bytes, and lose its data. Raises MissingCapabilityError. Collective."""
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
         if not short:
             return

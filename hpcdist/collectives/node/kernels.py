@@ -25,8 +25,7 @@ BLOCK: Final = 2048  # elements reduced at a time, so that operands and sum fit 
 
 
 @jit
-def combine(op: int, left: Any, right: Any, out: Any) -> None:
-    """Write the elementwise reduction of ``left`` and ``right`` by ``op`` to ``out``."""
+def _combine(op: int, left: Any, right: Any, out: Any) -> None:
     if op == SUM:
         for i in range(out.size):
             out[i] = left[i] + right[i]
@@ -41,8 +40,8 @@ def combine(op: int, left: Any, right: Any, out: Any) -> None:
 
 
 @jit
-def combine_into(op: int, right: Any, out: Any) -> None:
-    """Reduce ``right`` elementwise into ``out`` by ``op``. Unlike `combine`, the compiler vectorises this."""
+def _combine_into(op: int, right: Any, out: Any) -> None:
+    # Unlike `_combine`, the compiler vectorises this.
     if op == SUM:
         for i in range(out.size):
             out[i] += right[i]
@@ -57,29 +56,25 @@ def combine_into(op: int, right: Any, out: Any) -> None:
 
 
 @jit
-def copy(source: Any, target: Any) -> None:
-    """Copy ``source`` to ``target``."""
+def _copy(source: Any, target: Any) -> None:
     for i in range(target.size):
         target[i] = source[i]
 
 
 @jit
-def sum_of_three(a: Any, b: Any, c: Any, out: Any) -> None:
-    """Write a + b + c to ``out``."""
+def _sum_of_three(a: Any, b: Any, c: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = a[i] + b[i] + c[i]
 
 
 @jit
-def add_two(a: Any, b: Any, out: Any) -> None:
-    """Add ``a``, then ``b``, to ``out`` in one pass."""
+def _add_two(a: Any, b: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = out[i] + a[i] + b[i]
 
 
 @jit
-def sum_into_two(a: Any, b: Any, scale: Any) -> None:
-    """Write (a + b) * scale to both arrays."""
+def _sum_into_two(a: Any, b: Any, scale: Any) -> None:
     for i in range(a.size):
         total = (a[i] + b[i]) * scale
         a[i] = total
@@ -87,8 +82,7 @@ def sum_into_two(a: Any, b: Any, scale: Any) -> None:
 
 
 @jit
-def sum_into_three(a: Any, b: Any, c: Any, scale: Any) -> None:
-    """Write (a + b + c) * scale to all three arrays."""
+def _sum_into_three(a: Any, b: Any, c: Any, scale: Any) -> None:
     for i in range(a.size):
         total = (a[i] + b[i] + c[i]) * scale
         a[i] = total
@@ -97,8 +91,7 @@ def sum_into_three(a: Any, b: Any, c: Any, scale: Any) -> None:
 
 
 @jit
-def sum_into_four(a: Any, b: Any, c: Any, d: Any, scale: Any) -> None:
-    """Write (a + b + c + d) * scale to all four arrays."""
+def _sum_into_four(a: Any, b: Any, c: Any, d: Any, scale: Any) -> None:
     for i in range(a.size):
         total = (a[i] + b[i] + c[i] + d[i]) * scale
         a[i] = total
@@ -108,97 +101,80 @@ def sum_into_four(a: Any, b: Any, c: Any, d: Any, scale: Any) -> None:
 
 
 @jit
-def sum_of_two_to(a: Any, b: Any, scale: Any, out: Any) -> None:
-    """Write (a + b) * scale to ``out``."""
+def _sum_of_two_to(a: Any, b: Any, scale: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = (a[i] + b[i]) * scale
 
 
 @jit
-def sum_of_three_to(a: Any, b: Any, c: Any, scale: Any, out: Any) -> None:
-    """Write (a + b + c) * scale to ``out``."""
+def _sum_of_three_to(a: Any, b: Any, c: Any, scale: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = (a[i] + b[i] + c[i]) * scale
 
 
 @jit
-def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None:
-    """Write (a + b + c + d) * scale to ``out``."""
+def _sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = (a[i] + b[i] + c[i] + d[i]) * scale
 
 
 @jit
-def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
-    """Reduce the data of all ranks by ``op`` into the array ``block``.
-
-    ``inputs``: address of the data of each rank. ``at``: offset in bytes of the elements for ``block``.
-    """
+def _reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
     # Two or three operands per pass halve the traffic of the block; the order of the ranks is kept.
     ranks, count = inputs.size, block.size
     first = array_at(inputs[0] + at, count, block)
     if ranks == 1:
-        copy(first, block)
+        _copy(first, block)
         return
     second = array_at(inputs[1] + at, count, block)
     if ranks == 2 or op != SUM:
-        combine(op, first, second, block)
+        _combine(op, first, second, block)
         rank = 2
     else:
-        sum_of_three(first, second, array_at(inputs[2] + at, count, block), block)
+        _sum_of_three(first, second, array_at(inputs[2] + at, count, block), block)
         rank = 3
         while rank + 1 < ranks:
-            add_two(array_at(inputs[rank] + at, count, block), array_at(inputs[rank + 1] + at, count, block), block)
+            _add_two(array_at(inputs[rank] + at, count, block), array_at(inputs[rank + 1] + at, count, block), block)
             rank += 2
     while rank < ranks:
-        combine_into(op, array_at(inputs[rank] + at, count, block), block)
+        _combine_into(op, array_at(inputs[rank] + at, count, block), block)
         rank += 1
 
 
 @jit
-def scaled(block: Any, scale: Any) -> None:
-    """Multiply ``block`` in place by ``scale``."""
+def _scaled(block: Any, scale: Any) -> None:
     for i in range(block.size):
         block[i] *= scale
 
 
 @jit
-def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
-    """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to all buffers.
-
-    ``buffers``: addresses of ``size`` elements. ``like``: array of their dtype.
-    """
+def _reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
     if buffers.size == 2:
-        sum_into_two(a, b, scale)
+        _sum_into_two(a, b, scale)
         return
     c = array_at(buffers[2], size, like)
     if buffers.size == 3:
-        sum_into_three(a, b, c, scale)
+        _sum_into_three(a, b, c, scale)
     else:
-        sum_into_four(a, b, c, array_at(buffers[3], size, like), scale)
+        _sum_into_four(a, b, c, array_at(buffers[3], size, like), scale)
 
 
 @jit
-def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
-    """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to the address ``output``.
-
-    ``buffers``: addresses of ``size`` elements. ``like``: array of their dtype.
-    """
+def _reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
     a, b, out = array_at(buffers[0], size, like), array_at(buffers[1], size, like), array_at(output, size, like)
     if buffers.size == 2:
-        sum_of_two_to(a, b, scale, out)
+        _sum_of_two_to(a, b, scale, out)
         return
     c = array_at(buffers[2], size, like)
     if buffers.size == 3:
-        sum_of_three_to(a, b, c, scale, out)
+        _sum_of_three_to(a, b, c, scale, out)
     else:
-        sum_of_four_to(a, b, c, array_at(buffers[3], size, like), scale, out)
+        _sum_of_four_to(a, b, c, array_at(buffers[3], size, like), scale, out)
 
 
 @jit
-def is_among(address: int, addresses: Any) -> bool:
-    """Return True if ``address`` is one of ``addresses``."""
+def _is_among(address: int, addresses: Any) -> bool:
     present = False
     for other in addresses:
         present = present or other == address
@@ -206,15 +182,11 @@ def is_among(address: int, addresses: Any) -> bool:
 
 
 @jit
-def reduce_at(
+def _reduce_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
-
-    ``inputs_at``, ``outputs_at``: addresses of ``ranks`` input and ``copies`` output addresses. ``nbytes``: bytes
-    of one input. ``pointer``: scratch memory.
-    """
-    # ``outputs_at`` may equal ``inputs_at``. The scratch has BLOCK elements, and sets the dtype of all data.
+    # ``inputs_at``, ``outputs_at``: addresses of arrays of addresses, which may be equal. ``pointer``: scratch memory
+    # of BLOCK elements, whose dtype is the dtype of all data.
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
     words = np.empty(0, np.int64)
@@ -223,30 +195,27 @@ def reduce_at(
     factor = total[0]  # cast to the dtype of the sum
     if op == SUM and 2 <= ranks <= 4:  # no scratch buffer needed
         if inputs_at == outputs_at:  # same addresses: results overwrite operands
-            reduce_into_all(inputs, size, factor, total)
+            _reduce_into_all(inputs, size, factor, total)
             return
-        if copies == 1 and not is_among(outputs[0], inputs):
-            reduce_into_one(inputs, outputs[0], size, factor, total)
+        if copies == 1 and not _is_among(outputs[0], inputs):
+            _reduce_into_one(inputs, outputs[0], size, factor, total)
             return
     for start in range(0, size, BLOCK):
         count = min(BLOCK, size - start)
         at, block = start * total.itemsize, total[:count]
-        reduce_block(inputs, at, op, block)
+        _reduce_block(inputs, at, op, block)
         if factor != 1:
-            scaled(block, factor)
+            _scaled(block, factor)
         for rank in range(copies):
-            copy(block, array_at(outputs[rank] + at, count, total))
+            _copy(block, array_at(outputs[rank] + at, count, total))
 
 
 @jit
-def reduce_halves_at(
+def _reduce_halves_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
     is_bfloat16: bool,
 ) -> None:  # fmt: skip
-    """Reduce 16-bit floats like `reduce_at`, but sum in float32.
-
-    ``pointer``: address of float32 scratch memory. ``is_bfloat16`` False: float16.
-    """
+    # Sums in float32. ``pointer``: address of float32 scratch memory.
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     blocks[0] = scale
@@ -261,44 +230,42 @@ def reduce_halves_at(
             else:
                 widen_float16(array_at(inputs[rank] + at, count, halves), widened)
             if rank:
-                combine_into(op, addend, total)
+                _combine_into(op, addend, total)
         if factor != 1:
-            scaled(total, factor)
+            _scaled(total, factor)
         target = array_at(outputs[0] + at, count, halves)
         if is_bfloat16:
             round_bfloat16(target, total)
         else:
             round_float16(target, total)
         for rank in range(1, copies):
-            copy(target, array_at(outputs[rank] + at, count, halves))
+            _copy(target, array_at(outputs[rank] + at, count, halves))
 
 
 @jit
-def reduce_float16_at(
+def _reduce_float16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce float16 data, as `reduce_halves_at`."""
-    reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
+    _reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
 
 @jit
-def reduce_bfloat16_at(
+def _reduce_bfloat16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce bfloat16 data, as `reduce_halves_at`."""
-    reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
+    _reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 
 
 _NUMBERS: Final = ("int64",) * 6 + ("float64",)  # types of all arguments except the last
-for _kernel in (reduce_float16_at, reduce_bfloat16_at, reduce_at):
+for _kernel in (_reduce_float16_at, _reduce_bfloat16_at, _reduce_at):
     _kernel.sample_address(*_NUMBERS, "float32*")
-reduce_at.sample_address(*_NUMBERS, "float64*")
+_reduce_at.sample_address(*_NUMBERS, "float64*")
 
 
 def address_of(dtype: np.dtype) -> int:
-    """Return the address of the compiled `reduce_at` for ``dtype``. Compiles it if it is not cached. Local."""
+    """Return the address of the compiled reduction for ``dtype``. Compiles it if it is not cached. Local."""
     if dtype == BFLOAT16:
-        return reduce_bfloat16_at.address(*_NUMBERS, "float32*")
+        return _reduce_bfloat16_at.address(*_NUMBERS, "float32*")
     if dtype == np.float16:
-        return reduce_float16_at.address(*_NUMBERS, "float32*")
-    return reduce_at.address(*_NUMBERS, name_of(dtype) + "*")
+        return _reduce_float16_at.address(*_NUMBERS, "float32*")
+    return _reduce_at.address(*_NUMBERS, name_of(dtype) + "*")

@@ -78,10 +78,7 @@ DIFFERENT: Final = 2
 
 @jit
 def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until the counter at ``address`` reaches ``value``. Return False if this takes too many polls.
-
-    There are ``spins`` busy polls, then ``yields`` polls that yield the core.
-    """
+    """Return True once the counter at ``address`` reaches ``value``, or False after ``spins`` + ``yields`` polls."""
     # First spin (fastest), then yield the core to other ranks, then return to Python, which detects dead ranks.
     left = spins
     # Acquire, paired with the release store of the writer: its data is visible once the counter is.
@@ -97,11 +94,7 @@ def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
 
 
 @jit
-def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until counter number ``word`` of every rank reaches ``value``. Return False if a rank takes too long.
-
-    ``flags``: address of the counters of each rank. For ``spins`` and ``yields`` see `has_reached`.
-    """
+def _all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
     for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
         if not has_reached(flags[rank] + 8 * word, value, spins, yields):
             return False
@@ -109,23 +102,15 @@ def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> b
 
 
 @jit
-def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
-    """Reduce ``nbytes`` bytes at all ``inputs`` addresses, and write the result to each ``outputs`` address.
-
-    ``plan``: constants of the call. ``scale``: factor of the result.
-    """
+def _reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
     first, second = inputs.ctypes.data, outputs.ctypes.data
     call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
 
 
 @jit
-def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy this rank's data for step ``piece`` from its buffer to its shared staging area, for the other ranks.
-
-    ``row``: bytes per rank and step. ``data``, ``area``: addresses of buffer and staging area. ``bounds``: start and
-    end byte of each rank's range of the buffer. ``mode``: bits REDUCE and GATHER.
-    """
-    # Rank q's data goes to offset q * ``row``, if ``mode`` has the bit REDUCE.
+def _stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
+    # ``bounds``: start and end byte of each rank's range of the buffer at ``data``. Rank q's data goes to offset
+    # q * ``row`` of ``area``, if ``mode`` has the bit REDUCE.
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
         for other in range(bounds.shape[1]):
@@ -136,14 +121,9 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 
 
 @jit
-def reduce_piece(
+def _reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce or copy the bytes of step ``piece`` of a collective, in this rank's range of the buffer.
-
-    ``areas``: address of each rank's shared staging area. ``data``, ``target``: addresses of buffer and result.
-    ``scratch``: array for addresses. For the other arguments see `start_call`.
-    """
     # reduce-scatter: reduce all ranks' data to ``target``. allreduce: also to this rank's staging area. all-gather:
     # copy from ``target`` to this rank's staging area. ``scratch`` has ranks + 2 words.
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
@@ -156,17 +136,13 @@ def reduce_piece(
     if mode & REDUCE:
         for other in range(areas.size):
             inputs[other] = data + first if other == rank else areas[other] + rank * row
-        reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, plan, scale)
+        _reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, plan, scale)
     else:
         copy_bytes(outputs[0], outputs[1], nbytes)
 
 
 @jit
-def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy the other ranks' data of step ``piece`` from their staging areas to this rank's buffer.
-
-    ``areas``: address of each rank's staging area. For the other arguments see `stage_piece`.
-    """
+def _fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
         nbytes = min(row, bounds[1, other] - first)
@@ -175,15 +151,10 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 
 @jit
-def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Continue a collective through shared staging areas. Return DONE, or WAITING if another rank is late.
-
-    ``flags``: address of each rank's progress counters. ``staging``: addresses of the two halves of each rank's staging
-    area. ``data``: address of the buffer. For the other arguments see `start_call`.
-    """
+def _run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
-        stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
+        _stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
         store_release(flags[rank] + 8 * STAGED, state[BEFORE] + 1)
         state[STAGE] = REDUCE_PIECE
     while state[PIECE] < plan[PIECES]:
@@ -191,19 +162,19 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
         number = state[BEFORE] + piece + 1  # number of this piece over all calls, from 1, as counted by the flags
         areas, next_areas = staging[(number - 1) % 2], staging[number % 2]
         if state[STAGE] == REDUCE_PIECE:
-            if not all_reached(flags, STAGED, number, spins, yields):
+            if not _all_reached(flags, STAGED, number, spins, yields):
                 return WAITING
-            reduce_piece(piece, areas, bounds, data, state[TARGET], state[SCRATCH:], plan, scale)
+            _reduce_piece(piece, areas, bounds, data, state[TARGET], state[SCRATCH:], plan, scale)
             store_release(flags[rank] + 8 * FINISHED, number)
             if piece + 1 < plan[PIECES]:  # stage the next piece before waiting
-                stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
+                _stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
                 store_release(flags[rank] + 8 * STAGED, number + 1)
             state[STAGE] = FETCH_PIECE
         # Wait also without a gather: piece k+2 overwrites this half, which all ranks must have read by then.
-        if not all_reached(flags, FINISHED, number, spins, yields):
+        if not _all_reached(flags, FINISHED, number, spins, yields):
             return WAITING
         if mode & GATHER:
-            fetch_piece(rank, piece, row, areas, bounds, data)
+            _fetch_piece(rank, piece, row, areas, bounds, data)
         state[PIECE] += 1
         state[STAGE] = REDUCE_PIECE
     state[BEFORE] += plan[PIECES]
@@ -211,11 +182,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 
 @jit
-def record_call(line: int, parity: int, record: Any) -> None:
-    """Copy ``record``, the description of this rank's call, to shared memory for the other ranks.
-
-    ``line``: address of this rank's counters. ``parity``: call number modulo 2.
-    """
+def _record_call(line: int, parity: int, record: Any) -> None:
     # Two descriptions follow the counters; ``parity`` is the index of the description to overwrite.
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
@@ -223,11 +190,7 @@ def record_call(line: int, parity: int, record: Any) -> None:
 
 
 @jit
-def calls_match(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the published calls of all ranks equal ``record``, the call of this rank.
-
-    ``flags``: address of the counters of each rank. ``parity``: call number modulo 2.
-    """
+def _calls_match(flags: Any, parity: int, record: Any) -> bool:
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(COMPARED):
@@ -237,11 +200,7 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 
 @jit
-def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks are at the same offset of the same shared memory region.
-
-    ``record``: description of this rank's call. For ``flags`` and ``parity`` see `calls_match`.
-    """
+def _all_in_regions(flags: Any, parity: int, record: Any) -> bool:
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(REGION, OFFSET + 1):
@@ -251,11 +210,7 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 
 
 @jit
-def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
-    """Write the number of the buffer's shared memory region, and the buffer's offset in it, to ``record``.
-
-    ``address``, ``nbytes``: the buffer. ``regions``: address table of the regions. The number is -1 for private memory.
-    """
+def _find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
     # Row i of ``regions`` ends with the local address of each rank's memory in region i.
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -264,22 +219,17 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 
 @jit
-def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Execute an allreduce, reduce-scatter or all-gather for this rank, on buffers in shared memory.
-
-    ``buffers``: address of each rank's buffer. ``target``: address of a reduce-scatter's result. ``scratch``: array for
-    one address. For the other arguments see `start_call`.
-    """
+def _reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
     # allreduce: reduce this rank's range into all buffers. reduce-scatter: reduce it to ``target``. all-gather: copy
     # each other rank's range from its buffer to this rank's buffer.
     mode, rank = plan[MODE], plan[RANK]
     offset, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
     if mode == REDUCE | GATHER:
         inputs = buffers + offset
-        reduce_to(inputs, inputs, nbytes, plan, scale)
+        _reduce_to(inputs, inputs, nbytes, plan, scale)
     elif mode & REDUCE:
         scratch[0] = target + offset
-        reduce_to(buffers + offset, scratch[:1], nbytes, plan, scale)
+        _reduce_to(buffers + offset, scratch[:1], nbytes, plan, scale)
     else:
         for other in range(buffers.size):
             if other != rank:
@@ -288,30 +238,24 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 
 
 @jit
-def barrier(
+def _barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Wait a limited time until all ranks have started this collective, then compare their calls.
-
-    Returns DIFFERENT for different calls, DONE after a small allreduce, else WAITING: call `advance` to continue.
-    ``flags``, ``slots``: addresses of each rank's counters and small-buffer memory. ``data``, ``nbytes``: this rank's
-    buffer. For the other arguments see `start_call`.
-    """
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]
-    if not all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
+    if not _all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
         return WAITING
-    if not calls_match(flags, parity, record):
+    if not _calls_match(flags, parity, record):
         return DIFFERENT
     if plan[MODE] == REDUCE | GATHER and nbytes <= plan[SLOT]:
         # Every rank reduces all slots. No second barrier is needed: the next call writes the other slot, and the call
         # after that starts after the next barrier.
         state[SCRATCH] = data
-        reduce_to(slots[parity], state[SCRATCH : SCRATCH + 1], nbytes, plan, scale)
+        _reduce_to(slots[parity], state[SCRATCH : SCRATCH + 1], nbytes, plan, scale)
         return DONE
-    if all_in_regions(flags, parity, record):
+    if _all_in_regions(flags, parity, record):
         buffers = regions[record[REGION], 2:] + record[OFFSET]
-        reduce_in_regions(buffers, bounds, state[TARGET], state[SCRATCH:], plan, scale)
+        _reduce_in_regions(buffers, bounds, state[TARGET], state[SCRATCH:], plan, scale)
         # Other ranks may still access this rank's buffer: a second barrier precedes the return to the caller.
         store_release(flags[rank] + 8 * LEFT, number)
         state[STAGE] = LEAVE
@@ -322,17 +266,14 @@ def barrier(
 
 @jit
 def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
-    """Continue a call that `start_call` has started. Return DONE, WAITING or DIFFERENT.
-
-    WAITING: a rank is late; call again. DIFFERENT: the ranks made different calls. For the arguments see `start_call`.
-    """
+    """Continue a call of `start_call`. Return DONE, WAITING (call again) or DIFFERENT (the ranks' calls differ)."""
     flags, data, status = places[0], buffer.ctypes.data, DONE
     if state[STAGE] == MEET:
-        status = barrier(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
+        status = _barrier(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
     if state[STAGE] == LEAVE:
-        status = DONE if all_reached(flags, LEFT, state[CALL], plan[SPINS], plan[YIELDS]) else WAITING
+        status = DONE if _all_reached(flags, LEFT, state[CALL], plan[SPINS], plan[YIELDS]) else WAITING
     elif state[STAGE] >= FIRST_PIECE:
-        status = run_pieces(state, flags, places[3:5], bounds, data, plan, scale)
+        status = _run_pieces(state, flags, places[3:5], bounds, data, plan, scale)
     return status
 
 
@@ -340,14 +281,10 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Start a collective through shared memory, and return its status, as `advance` does.
-
-    ``state``: int64 array with this rank's progress. ``places``: addresses of each rank's counters and shared memory.
-    ``regions``: shared memory that can hold buffers. ``bounds``: start and end byte of each rank's range. ``plan``:
-    constants such as mode and rank. ``scale``: factor of the result. ``buffer``: this rank's data. ``target``: address
-    of the result, or 0 for ``buffer``.
-    """
-    # ``places`` (5, ranks): counters, two slots for small buffers, two halves of the staging area
+    """Start a collective through shared memory, and return its status, as `advance` does."""
+    # ``state``: int64 array with this rank's progress. ``places`` (5, ranks): addresses of the counters, of two slots
+    # for small buffers, and of two halves of the staging area. ``regions``: shared memory that can hold buffers.
+    # ``bounds``: start and end byte of each rank's range. ``target``: address of the result, or 0 for ``buffer``.
     state[CALL] += 1
     state[STAGE], state[PIECE] = MEET, 0
     state[TARGET] = target if target != 0 else buffer.ctypes.data
@@ -358,8 +295,8 @@ def start_call(
     for word in range(COMPARED):
         record[word] = plan[PLAN_RECORD + word]
     record[SCALE : SCALE + 1].view(np.float64)[0] = scale  # its bits are compared, as an integer
-    find_region(regions, buffer.ctypes.data, buffer.size, record)
-    record_call(places[0, rank], number % 2, record)
+    _find_region(regions, buffer.ctypes.data, buffer.size, record)
+    _record_call(places[0, rank], number % 2, record)
     # Release: slot and record are visible to a rank that reads the number.
     store_release(places[0, rank] + 8 * ARRIVED, number)
     status: int = advance(state, places, regions, bounds, plan, scale, buffer)

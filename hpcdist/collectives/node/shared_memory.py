@@ -114,12 +114,9 @@ class NodeMemory:
     def run(
         self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None, target: int = 0
     ) -> bool:
-        """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
-
-        ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). ``ranges``: element range
-        of each rank, or None for an even split. ``target``: address of the result, or 0 for ``buffer``.
-        """
-        # The flag ELSEWHERE in ``mode``: all ranks share one result array.
+        """Run the collective ``mode`` on ``buffer``. Return False if the ranks made different calls. Collective."""
+        # ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce); ELSEWHERE: all ranks share one
+        # result array. ``ranges`` None: an even split. ``target``: address of the result, or 0 for ``buffer``.
         if self._given_up is not None:
             raise CommunicationError(
                 "an earlier collective in this shared memory was aborted, so the ranks may be at different calls; end "
@@ -206,11 +203,7 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 
 
 def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
-    """Reduce ``buffer`` in place, with equal bits on every rank. Collective over ``comm``, on one node.
-
-    Keyword-only ``scale``: factor of the result. Raises UsageError on several nodes, MissingCapabilityError without
-    shared memory, and CommunicationError if the calls differ or a rank died.
-    """
+    """Reduce ``buffer`` in place through the shared memory of one node, with equal bits on every rank. Collective."""
     # 16-bit floats are summed in float32 and rounded once.
     check_buffer(buffer)
     check_op(op)
@@ -228,10 +221,7 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
 def allreduce_into(
     comm: Communicator, buffer: np.ndarray, result: np.ndarray, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce ``buffer`` into ``result``, an array from `allocate_common`. Collective over ``comm``, on one node.
-
-    Call only after all ranks have read the previous result. Keyword-only ``scale``: factor of the result.
-    """
+    """Reduce ``buffer`` into ``result``, from `allocate_common`. All ranks have read the last result. Collective."""
     # For p ranks and n bytes, this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes.
     check_buffer(buffer)
     check_buffer(result)
@@ -258,11 +248,7 @@ def allreduce_into(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
 ) -> None:
-    """Reduce ``buffer``. Rank r gets the elements ``ranges[r]`` of the result. Collective over ``comm``, on one node.
-
-    ``ranges``: disjoint, equal on every rank. ``result``: array for this rank's range. None: write to ``buffer``,
-    whose rest becomes undefined.
-    """
+    """Reduce ``buffer``, in place or into ``result``, on one node. Rank r gets the range ``ranges[r]``. Collective."""
     check_buffer(buffer)
     check_op(op)
     check_ranges(comm, buffer, ranges)
@@ -289,10 +275,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 
 
 def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return ``size`` zeroed elements that all ranks of the node can read, until `release`. Collective over ``comm``.
-
-    ``size`` is equal on every rank. The memory is private if sharing fails.
-    """
+    """Return ``size`` zeroed elements, shared by the ranks of a node, or private if sharing fails. Collective."""
     # Collectives over ``comm`` or ``comm.nodes().intra`` need no extra copy of this memory.
     nodes = comm.nodes()
     on = comm if nodes.count == 1 else nodes.intra
@@ -305,10 +288,7 @@ def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def allocate_common(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return one zeroed array that all ranks share, until `release`. Collective over ``comm``, on one node.
-
-    Raises MissingCapabilityError if memory cannot be shared.
-    """
+    """Return one zeroed array that all ranks of a node share, or raise MissingCapabilityError. Collective."""
     nbytes = size * np.dtype(dtype).itemsize
     if comm.size == 1:
         return np.zeros(size, dtype)

@@ -20,7 +20,7 @@ NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or
 
 
 def check_local_ranks(table: RankTable) -> Check:
-    """Check that launcher and Slurm number the local ranks of each node 0 .. n - 1. ``table``: facts of all ranks."""
+    """Check that launcher and Slurm number each node's local ranks from 0 to n - 1. ``table``: facts of all ranks."""
     name = "local ranks"
     lints = (
         Lint(
@@ -45,18 +45,14 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
     return f"{who} numbers the {len(numbers)} ranks of the node {shown(announced)}"
 
 
-def check_gpus(table: RankTable, device_kind: str, allocated: bool) -> Check:
-    """Check that each rank has a separate GPU, and sees all GPUs of its node. ``table``: facts of all ranks.
-
-    ``device_kind``: "cpu", "gpu", or "" without a recipe. ``allocated``: True if the scheduler allocated GPUs to
-    the job.
-    """
+def check_gpus(table: RankTable, device_kind: str, job_has_gpus: bool) -> Check:
+    """Check that each rank has a separate GPU, and sees all GPUs of its node. ``table``: facts of all ranks."""
     name = "GPUs"
     if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):
         reason = table.by_node([rows[0].facts.gpu.reason for rows in table.nodes])
         if device_kind == "gpu":
             return Check(name, FAIL, f"no rank sees a GPU: {reason}", NO_GPU)
-        if allocated and device_kind != "cpu":
+        if job_has_gpus and device_kind != "cpu":
             cure = "install hpcdist[cuda12x] (or 13x) and hand the driver into the container (--nv), or ask for no GPU"
             return Check(name, WARN, f"the job holds GPUs, but no rank sees a GPU: {reason}", cure)
         return Check(name, OK, f"none: {reason}")
@@ -99,10 +95,7 @@ def _sharing(rows: list[RankRow]) -> str:
 
 
 def check_cores(table: RankTable, scheduler: str = "") -> Check:
-    """Check that ranks have disjoint cores, as many as requested. ``table``: facts of all ranks.
-
-    Without a scheduler (``scheduler`` is ""), ranks may be unbound.
-    """
+    """Check that ranks have disjoint cores, as many cores as requested. ``table``: facts of all ranks."""
     name = "cores"
     of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}
 

@@ -30,37 +30,28 @@ NUMA: Final = Path("/sys/devices/system/node")
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba", "cupy-cuda12x", "cupy-cuda13x")
 THREADS: Final = "OMP_NUM_THREADS"
 _SETTINGS: Final = ("HPCDIST_", "NCCL_")
-_SETTINGS_ALONE: Final = (
-    *THREAD_VARIABLES,
-    "NUMBA_NUM_THREADS",
-    "CUDA_DEVICE_ORDER",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-)
-_PER_LAUNCH: Final = (
-    failfast.FAILURE_DIR,
-    exit_file.LAUNCH_DIR,
-)  # these exist only on the host of the launcher
+_SETTINGS_ALONE: Final = (*THREAD_VARIABLES, "NUMBA_NUM_THREADS", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH", "PYTHONPATH")
+_PER_LAUNCH: Final = (failfast.FAILURE_DIR, exit_file.LAUNCH_DIR)  # these exist only on the host of the launcher
 _PLUGINS_LIMIT_S: Final = 10.0
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPUs that a rank sees, and the GPU that it chose. ``reason``: why it has no GPU, or ""."""
+    """The GPUs that a rank sees, and the GPU that it chose."""
 
     visible: str | None
     count: int
     name: str
-    reason: str = ""
+    reason: str = ""  # why the rank has no GPU, or ""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A directory that the job needs, with its use (``role``), file system type (``kind``), free space or ``error``."""
+    """A directory that the job needs, and its free space."""
 
-    role: str
+    role: str  # use of the directory, such as "run directory"
     path: str
-    kind: str
+    kind: str  # file system type
     free_bytes: int
     has_inodes: bool = True
     error: str = ""
@@ -68,10 +59,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Hardware, software, environment variables and directories of a node. ``cores`` counts hardware threads."""
+    """Hardware, software, environment variables and directories of a node."""
 
     processor: str
-    cores: int
+    cores: int  # number of hardware threads
     numa: tuple[tuple[int, ...], ...]  # cores of each NUMA domain, if known
     software: Mapping[str, str]
     settings: Mapping[str, str]
@@ -81,9 +72,9 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Resources that the job requested from its scheduler. None: unknown. ``scheduler`` is "" without a scheduler."""
+    """Resources that the job requested from its scheduler. A field is None if it is unknown."""
 
-    scheduler: str
+    scheduler: str  # "" without a scheduler
     tasks: int | None = None
     nodes: int | None = None
     holds_gpus: bool = False
@@ -151,19 +142,17 @@ def node_facts(library: str, volumes: tuple[Volume, ...], environment: Mapping[s
     )
 
 
-def volume_facts(role: str, path: Path, kind: str) -> Volume:
-    """Return the `Volume` of ``path``, with the free space of ``path`` or of its nearest existing parent.
-
-    ``role``: use of the directory, such as "run directory". ``kind``: file system type.
-    """
+def volume_facts(role: str, path: Path, file_system_type: str) -> Volume:
+    """Return the `Volume` of ``path``, with the free space of ``path`` or of its nearest existing parent."""
     existing = path.absolute()
     try:
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
         status = os.statvfs(existing)
     except OSError as error:
-        return Volume(role, str(path), kind, 0, error=error.strerror or str(error))
-    return Volume(role, str(path), kind, status.f_bavail * status.f_frsize, status.f_files == 0 or status.f_favail > 0)
+        return Volume(role, str(path), file_system_type, 0, error=error.strerror or str(error))
+    has_inodes = status.f_files == 0 or status.f_favail > 0
+    return Volume(role, str(path), file_system_type, status.f_bavail * status.f_frsize, has_inodes)
 
 
 def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
@@ -197,10 +186,8 @@ def scheduler_request(
         if "SLURM_HET_SIZE" in environment:  # the variables describe only the first component
             return SchedulerRequest("Slurm, for a heterogeneous job,", holds_gpus=gpus)
         nodes = integer_variable(environment, "SLURM_JOB_NUM_NODES") or integer_variable(environment, "SLURM_NNODES")
-        tasks_per_node, tasks = (
-            integer_variable(environment, "SLURM_NTASKS_PER_NODE"),
-            integer_variable(environment, "SLURM_NTASKS"),
-        )
+        tasks = integer_variable(environment, "SLURM_NTASKS")
+        tasks_per_node = integer_variable(environment, "SLURM_NTASKS_PER_NODE")
         if not inside_srun(environment):  # ranks of mpirun on the first node inherit variables of the batch script
             return SchedulerRequest("Slurm", tasks_per_node * nodes if tasks_per_node and nodes else tasks, nodes, gpus)
         is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)

@@ -35,19 +35,15 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """Facts of all ranks, on rank 0. ``failure``: error of rank 0 when it wrote to the run directory, or ""."""
+    """Facts of all ranks, on rank 0."""
 
     table: RankTable
     offsets: tuple[ClockReading, ...]
-    failure: str
+    failure: str  # error of rank 0 when it wrote to the run directory, or ""
 
 
 class StageDeadline:
-    """Time limit of ``limit_s`` seconds for each stage of `hpcdist doctor`'s check of a job. Local.
-
-    After the limit, a separate thread calls ``fail(error)``, which ends the job. ``where`` names this rank in the
-    error.
-    """
+    """Timer that calls ``fail(error)`` if a stage of `hpcdist doctor --job` takes over ``limit_s`` seconds. Local."""
 
     def __init__(
         self, where: str, limit_s: float = LIMIT_S, fail: Callable[[BaseException], object] = failfast.fail
@@ -57,7 +53,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Start the next stage of the check. ``what``: its name in errors. ``limit_s`` None: the default limit."""
+        """Start the timer of the stage ``what``, its name in errors. ``limit_s`` None: use the default limit."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"
@@ -74,32 +70,28 @@ class StageDeadline:
 def gather(
     comm: Communicator,
     facts: RankFacts,
-    describe: Callable[[], NodeFacts],
+    describe_node: Callable[[], NodeFacts],
     directory: Path,
-    stage: Callable[[str], None],
+    announce_stage: Callable[[str], None],
     prefix: str = ".hpcdist-doctor",
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Test messages, clocks and a shared file between all ranks. Return the results on rank 0, else None. Collective.
-
-    ``describe()`` returns the facts of this node. Rank 0 writes a file to the run ``directory``; other nodes wait
-    ``look_s`` seconds for it. ``stage(text)`` is called before each test.
-    """
-    stage("finding out which ranks share a node")
+    """Test messages, clocks and the run ``directory``. Return the results on rank 0, else None. Collective."""
+    announce_stage("finding out which ranks share a node")
     nodes = comm.nodes()
-    greeting = greet(comm, nodes, stage)
-    stage("comparing clocks")
+    greeting = greet(comm, nodes, announce_stage)
+    announce_stage("comparing clocks")
     offsets = () if nodes.leaders is None else measure_offsets(nodes.leaders, lambda: round(clock() * NS_PER_S))
-    stage(f"looking for a new file in {directory}")
+    announce_stage(f"looking for a new file in {directory}")
     # The result names the nodes that do not see rank 0's new file within `look_s` seconds.
     name, text, failure = comm.broadcast_object(_leave_text(directory, prefix) if comm.rank == 0 else None)
     try:
         machine, unseen = None, ""
         if nodes.intra.rank == 0:
-            machine = describe()
+            machine = describe_node()
             unseen = "" if failure else look_for_text(directory / name, text, look_s)
-        stage("collecting what all ranks found")
+        announce_stage("collecting what all ranks found")
         # In two levels, by the first rank of each node, so that not every rank of a large job holds all rows.
         rows = nodes.intra.allgather_object(RankRow(nodes.index, nodes.intra.rank, facts, greeting, machine, unseen))
         all_rows = [] if nodes.leaders is None else nodes.leaders.allgather_object(rows)
@@ -112,18 +104,15 @@ def gather(
     return Gathered(RankTable([row for _, row in sorted(ranks, key=itemgetter(0))]), offsets, failure)
 
 
-def greet(comm: Communicator, nodes: Nodes, stage: Callable[[str], None]) -> Greeting:
-    """Test a ring of messages in each node, a ring across nodes, and an allreduce. Return the results. Collective.
-
-    ``stage(text)`` is called before each test.
-    """
+def greet(comm: Communicator, nodes: Nodes, announce_stage: Callable[[str], None]) -> Greeting:
+    """Test messages inside each node, messages between nodes, and an allreduce. Return the results. Collective."""
     local_rank = nodes.intra.rank
-    stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
+    announce_stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
     inside, inside_s = _ring(nodes.intra)
     across = [ranks[local_rank] for ranks in nodes.members if local_rank < len(ranks)]
-    stage(f"messages between nodes with {_neighbours(across, comm.rank)}")
+    announce_stage(f"messages between nodes with {_neighbours(across, comm.rank)}")
     outside, across_s = _ring(nodes.peers)
-    stage("an allreduce")
+    announce_stage("an allreduce")
     times = []
     total = np.zeros(1)
     for _ in range(ROUNDS):
@@ -172,7 +161,7 @@ def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
 
 
 def look_for_text(path: Path, text: str, patience_s: float = LOOK_S) -> str:
-    """Wait up to ``patience_s`` seconds until file ``path`` contains ``text``. Return "", or why it does not. Local."""
+    """Return "" once file ``path`` contains ``text``, or the reason why not after ``patience_s`` seconds. Local."""
     until = time.monotonic() + patience_s
     while True:
         try:

@@ -71,9 +71,9 @@ class RankTable:
 
 @dataclass(frozen=True)
 class Lint:
-    """A check of one node. ``look(rows)`` returns the fault that it finds in the rows of the node, or ""."""
+    """A check of each node, with the status and the advice to report for a fault."""
 
-    look: Callable[[list[RankRow]], str]
+    look: Callable[[list[RankRow]], str]  # returns the fault in the rows of a node, or ""
     status: str
     cure: str
 
@@ -148,7 +148,7 @@ _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is onl
 
 
 def check_clocks(table: RankTable, offsets: Sequence[ClockReading]) -> Check:
-    """Check that the nodes' clocks agree within `SKEW_S` seconds. ``offsets``: of each node to the first node."""
+    """Check that the nodes' clocks agree within `SKEW_S` seconds. ``offsets``: one clock reading per node."""
     name = "clocks"
     if len(offsets) < 2:
         return Check(name, OK, "one node")
@@ -170,10 +170,7 @@ def _ahead(offset: ClockReading) -> str:
 
 
 def check_directory(table: RankTable, path: str, failure: str) -> Check:
-    """Check that all nodes see the run directory ``path``. ``table``: facts of all ranks.
-
-    ``failure``: error of rank 0 when it wrote there, or "".
-    """
+    """Check that all nodes see the run directory ``path``. ``failure``: error of rank 0 in writing, or ""."""
     name, count = RUN_DIRECTORY, len(table.nodes)
     if failure:
         return Check(name, FAIL, f"{path}: {failure}", "choose another --out, which this user may write, or free space")
@@ -191,7 +188,7 @@ def check_directory(table: RankTable, path: str, failure: str) -> Check:
 
 
 def check_space(table: RankTable) -> Check:
-    """Check the free space of each node's run directory, node-local directory and /dev/shm. ``table``: all facts."""
+    """Check the free space in run directory, local directory and /dev/shm of each node. ``table``: all ranks' facts."""
     name = "free space"
     volumes = [machine.volumes for machine in table.machines]
     texts = ["; ".join(filter(None, map(_short_of, node_volumes))) for node_volumes in volumes]
@@ -234,7 +231,7 @@ def check_software(table: RankTable) -> Check:
 
 
 def check_processors(table: RankTable) -> Check:
-    """Check that all nodes have one processor model; else rounding may differ. ``table``: facts of all ranks."""
+    """Check that all nodes have the same processor model, as rounding may differ. ``table``: facts of all ranks."""
     texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
     if len(set(texts)) == 1:
         return Check("processors", OK, texts[0])

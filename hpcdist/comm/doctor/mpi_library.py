@@ -33,12 +33,12 @@ WITHOUT_THREADS: Final = (
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check in the report. ``found``: text about the result. ``cure``: advice, or ""."""
+    """Result of one check in the report."""
 
     name: str
     status: str
-    found: str
-    cure: str = ""
+    found: str  # text about the result
+    cure: str = ""  # advice, or ""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,7 @@ def load_library() -> MpiLibrary:
     """Return the MPI library that mpi4py would use. Raises MissingCapabilityError if there is no MPI library."""
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK],
-            capture_output=True,
-            text=True,
-            timeout=CHILD_LIMIT_S,
-            check=False,
+            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise MissingCapabilityError(
@@ -136,7 +132,7 @@ def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
 
 
 def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
-    """Check if MPI accepts pointers to GPU memory. On a node with GPUs, child processes test this in seconds."""
+    """Check if MPI accepts pointers to GPU memory. On a node with GPUs, this starts child processes."""
     name = "CUDA-aware MPI"
     try:
         answer = cuda_aware.requested_answer(environment)

@@ -108,7 +108,7 @@ class Exit(SystemExit):
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. If the interpreter reads it at its end, ``at_end`` is called first."""
+        """The argument of `sys.exit`. Calls ``at_end`` if the interpreter reads it to end the process."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)

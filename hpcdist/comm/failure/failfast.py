@@ -29,13 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from hpcdist.comm.failure import exits
 from hpcdist.comm.failure.exits import USER_ERRORS, AgreedExit, Exit, error_lines, error_summary, exit_code
 from hpcdist.comm.launch import environment, exit_file
-from hpcdist.errors import (
-    FAILURE,
-    INTERRUPTED,
-    REQUEUE,
-    CommunicationError,
-    DeadlineError,
-)
+from hpcdist.errors import FAILURE, INTERRUPTED, REQUEUE, CommunicationError, DeadlineError
 from hpcdist.reporting import atomic
 
 if TYPE_CHECKING:  # late at run time: --help is instant
@@ -58,7 +52,7 @@ class _Installed:
     rank: int
     hooks: tuple[Any, Any, Any]
     failing: threading.Lock
-    title: Callable[[str], None] | None
+    set_title: Callable[[str], None] | None  # sets the abort message of MPI
     end_label: Callable[[], None]  # of `_label_stacks`
     all_agree: Callable[..., bool] | None = None
     withdraw: Callable[[], None] | None = None
@@ -70,16 +64,13 @@ class _Installed:
 _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
-def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
-    """From now on, end the job by ``abort(exit code)`` at any uncaught exception. Local.
-
-    ``rank``: this rank, for reports. ``title(text)`` sets the abort message of MPI.
-    """
+def install(abort: Callable[[int], None], rank: int, set_title: Callable[[str], None] | None = None) -> None:
+    """From now on, report any uncaught exception as rank ``rank``, and end the job by ``abort(exit code)``. Local."""
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
     if _installed is not None:
         _installed.end_label()
-    _installed = _Installed(abort, rank, hooks, threading.Lock(), title, _label_stacks(rank))
+    _installed = _Installed(abort, rank, hooks, threading.Lock(), set_title, _label_stacks(rank))
     sys.excepthook, sys.exit = _on_exception, exits.exit_function(_leave_together_or_fail)
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():
@@ -88,7 +79,7 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as rank ``rank`` from now on, without the functions of `set_agreement`. Local."""
+    """Report failures as rank ``rank`` from now on, and undo `set_agreement`. Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -134,30 +125,20 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Set the functions by which failing ranks compare their errors or exit codes. Local.
-
-    ``all_agree(text, seconds)``: collective; True if all ranks pass the same text. Then each rank calls
-    ``withdraw()`` to leave MPI.
-    """
+    """Let failing ranks compare errors by ``all_agree(text)``, and leave MPI by ``withdraw()`` if all agree. Local."""
     assert _installed is not None, "install comes first"
-    # If all ranks agree, only rank 0 prints the error.
+    # `all_agree` is collective. If all ranks agree, only rank 0 prints the error.
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """Let an uncaught error end only its thread, without output, if ``is_survivable(error)`` is True. Local.
-
-    After this call, `agreed_exit` does not finalise MPI.
-    """
+    """Let an uncaught error end only its thread, without output, if ``is_survivable(error)`` is True. Local."""
     assert _installed is not None, "install comes first"
     _installed.is_survivable = is_survivable
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """End the job after ``limit_s`` seconds, unless this is called again before. None: no limit. Local.
-
-    Without `install`, this function does nothing.
-    """
+    """End the job in ``limit_s`` seconds, unless a later call replaces this limit. None: remove the limit. Local."""
     if _installed is None:
         return
     if _installed.limit is not None:
@@ -175,7 +156,7 @@ def _recovery_timed_out(limit_s: float) -> None:
 
 
 def attach(recorder: "Recorder") -> None:
-    """Note the end of this process in the flight ``recorder``: "raised" or "finished". Local."""
+    """Record the end of this process in the flight ``recorder`` later, as "raised" or "finished". Local."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
     atexit.register(note_end)  # runs before MPI_Finalize, which may wait for other ranks
@@ -194,7 +175,7 @@ def detach() -> None:
 
 
 def note_end() -> None:
-    """Note in the flight recorder that this process ends normally. Local."""
+    """Record in the flight recorder that this process ends normally. Local."""
     if _installed is not None and _installed.recorder is not None:
         _installed.recorder.note("finished", "end of the program")
 
@@ -280,10 +261,7 @@ def agreed_exit(code: int) -> NoReturn:
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
-    """Report ``error`` and end the job with its exit code. Local.
-
-    ``thread``: name of the failed thread, or None for the main thread. ``headline``: first line of the report.
-    """
+    """Report ``error``, raised in ``thread`` (None: the main thread), and end the job with its exit code. Local."""
     assert _installed is not None, "install comes first"
     state = _installed
     # If several threads fail, only the first reports its error.
@@ -293,10 +271,10 @@ def fail(error: BaseException, thread: str | None = None, headline: str = "") ->
     _leave_by(time.monotonic() + GIVE_WAY_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         copy = _report(state, error, code, thread, headline)
-        if copy and state.title is not None:
+        if copy and state.set_title is not None:
             # At an abort, launchers drop the content of their pipes, but not MPI's abort message.
             with suppress(Exception):
-                state.title(f"see {copy}" if len(copy) <= TITLE_BYTES - 4 else f"see ...{copy[7 - TITLE_BYTES :]}")
+                state.set_title(f"see {copy}" if len(copy) <= TITLE_BYTES - 4 else f"see ...{copy[7 - TITLE_BYTES :]}")
         time.sleep(DRAIN_S)
         # Before the abort: afterwards a launcher may wait for ever, or return the code of a rank that it killed.
         exit_file.write_exit_code(code)

@@ -22,10 +22,7 @@ _descendants_lock: Final = threading.Lock()
 
 
 class PerCommunicator(Generic[Key, Value]):
-    """Cache with a separate dict for each communicator: ``comm.caches[cache]`` is the dict of ``comm``.
-
-    The module that creates the cache owns it. Setting `checked`, or `abandon`, empties the dicts of a communicator.
-    """
+    """Cache with a separate dict for each communicator: ``comm.caches[cache]`` is the dict of ``comm``."""
 
 
 class _Caches(dict[Any, Any]):
@@ -68,7 +65,7 @@ class CommunicatorFamily(ABC):
 
     @property
     def checked(self) -> bool:
-        """Whether ranks compare their calls before each collective. Derived communicators inherit this value."""
+        """True if ranks compare their calls before each collective. Derived communicators inherit this value."""
         return self._checked
 
     @checked.setter
@@ -104,11 +101,8 @@ class CommunicatorFamily(ABC):
             return list(self._descendants)
 
     def revoke(self) -> None:
-        """Make all operations on this communicator and its derived communicators fail on every rank. Local.
-
-        Call this after a rank failure, so that other ranks stop waiting for this rank. Afterwards only
-        `failed`, `agree`, `shrink` and `abandon` work.
-        """
+        """Make all operations on this communicator and its derived communicators fail on every rank. Local."""
+        # Afterwards only `failed`, `agree`, `shrink` and `abandon` work.
         self._check_survivable("revoke")
         self._revoked.update(self._take_descendants())
         for descendant in self._revoked:
@@ -116,27 +110,18 @@ class CommunicatorFamily(ABC):
         self._revoke()
 
     def agree(self, flag: bool) -> bool:
-        """Return True if ``flag`` is True on all surviving ranks. All survivors get the same answer.
-
-        Collective over the survivors. Works on a revoked communicator.
-        """
+        """Return True if ``flag`` is True on all survivors, also after `revoke`. Collective over the survivors."""
         self._check_survivable("agree")
         return self._recorded("agree", self._agree, flag)
 
     def shrink(self, label: str = "world") -> Self:
-        """Return a communicator of the surviving ranks in their old order, named ``label``.
-
-        Collective over the survivors. Works on a revoked communicator. If a rank dies during the call, the next
-        operation reports it.
-        """
+        """Return a communicator of the surviving ranks in their old order. Collective over the survivors."""
+        # If a rank dies during this call, the next operation reports the failure.
         self._check_survivable("shrink")
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator of these ranks and ``count`` new Python processes, named ``label``. Collective.
-
-        ``arguments``, ``environment``: command line and environment variables of the new processes.
-        """
+        """Start ``count`` Python processes. Return a communicator of the old and the new ranks. Collective."""
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 
@@ -158,17 +143,13 @@ class CommunicatorFamily(ABC):
 
     @abstractmethod
     def supports(self, feature: str) -> bool:
-        """Return True if the transport supports ``feature``. Local.
-
-        Features: "device_pointers" (buffers on a GPU), "thread_multiple", and "ulfm" (ranks can continue after
-        a rank failure).
-        """
+        """Return True if the transport supports ``feature``: "device_pointers", "thread_multiple" or "ulfm". Local."""
 
     @abstractmethod
     def _revoke(self) -> None: ...
     @abstractmethod
     def failed(self) -> tuple[int, ...]:
-        """Return the failed ranks that this rank knows of, ascending. Other ranks may know of others. Local."""
+        """Return the failed ranks that this rank has detected, ascending. Local; may differ between ranks."""
 
     @abstractmethod
     def _agree(self, flag: bool) -> bool: ...

@@ -23,10 +23,7 @@ _UNUSED_TAG: Final = LARGEST_TAG - 1  # a tag without messages
 def is_rank_failure(
     error: BaseException, comm: Communicator | None = None, patience_s: float = DETECTION_PATIENCE_S
 ) -> bool:
-    """Return True if ``error`` was caused by a dead rank or by a revoked communicator. Local.
-
-    With ``comm``, any MPI error counts if a rank of ``comm`` is dead. Its detection may take ``patience_s`` seconds.
-    """
+    """Return True if a rank failure caused ``error``. Waits ``patience_s`` seconds for the detection of dead ranks."""
     # KeyboardInterrupt never counts.
     if not isinstance(error, Exception):
         return False
@@ -91,10 +88,7 @@ _DIGEST_BYTES: Final = 16
 
 
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
-    """Return True if every rank of ``comm`` passes the same ``text`` within about ``patience_s`` seconds.
-
-    Do not use ``comm`` afterwards.
-    """
+    """Return True if all ranks pass the same ``text`` within ``patience_s`` seconds. Do not use ``comm`` afterwards."""
     local_digest = np.frombuffer(
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest(), np.uint8
     ).copy()
@@ -114,10 +108,7 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
 
 
 def barrier_with_deadline(comm: Communicator, operation: str, patience_s: float) -> None:
-    """Wait until every rank of ``comm`` has called this. Collective.
-
-    Raises DeadlineError after ``patience_s`` seconds; then the job must end. ``operation``: its name in the error.
-    """
+    """Wait for all ranks. Raises DeadlineError, which names ``operation``, after ``patience_s`` seconds. Collective."""
     # All ranks send to rank 0, which is slow but shows the missing ranks.
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)
     others = range(1, comm.size)

@@ -21,10 +21,7 @@ MARKER: Final = "deadline"  # file next to the records: a rank has passed its de
 
 
 class Watchdog:
-    """Thread that ends the job if an operation in the flight ``recorder`` takes longer than ``deadline_s`` seconds.
-
-    Between `relax` and `tighten`, the deadline is ``first_step_factor`` times longer.
-    """
+    """Thread that ends the job if an operation in the flight ``recorder`` takes longer than ``deadline_s`` seconds."""
 
     def __init__(
         self,
@@ -64,15 +61,15 @@ class Watchdog:
         self.recorder.beat(0)
 
     def relax(self) -> None:
-        """Multiply the deadline by ``first_step_factor``. Local."""
+        """Multiply the deadline by ``first_step_factor`` until `tighten` is called. Local."""
         self._factor = self.first_step_factor
 
     def tighten(self) -> None:
-        """End the longer deadline that `relax` has set. Local."""
+        """Undo `relax`. Local."""
         self._factor = 1.0
 
     def limit(self, comm: str, deadline_s: float) -> None:
-        """Set the deadline, in seconds, of the communicator ``comm`` (a name) and its derived communicators. Local."""
+        """Set the deadline of the communicator named ``comm`` and its derived communicators, in seconds. Local."""
         self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old dictionary
         self._interval_s = min(self._interval_s, deadline_s / 10)
 

@@ -41,7 +41,7 @@ class NodeCores:
 
 @dataclass(frozen=True)
 class CoreBinding:
-    """Binding of a node's ranks to cores. ``cores`` (per rank) is None for unbound ranks, and ``reason`` says why."""
+    """Binding of a node's ranks to cores."""
 
     ranks_per_node: int | None
     cores: int | None  # per rank; None: ranks are not bound
@@ -78,12 +78,9 @@ def bind_ranks(
     node: NodeCores,
     environment: Mapping[str, str] = os.environ,
     *,
-    apart: bool = True,
+    apart: bool = True,  # no rank may get cores of two sockets
 ) -> CoreBinding:
-    """Return the binding of ``per_node`` ranks to ``requested`` cores each. None: divide the cores equally.
-
-    ``node``: usable cores. Keyword-only ``apart``: True if no rank may get cores of two sockets.
-    """
+    """Return the binding of ``per_node`` ranks to ``requested`` cores of ``node`` each (None: as many as possible)."""
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
     job_cpus = _job_cpus(environment)
@@ -184,7 +181,7 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the hardware threads of each core with at least two, from the sysfs directory ``system``."""
+    """Return the hardware threads of each core that has several, from the sysfs directory ``system``."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 

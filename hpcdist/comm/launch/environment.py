@@ -158,10 +158,7 @@ _VARIABLES = (
 
 
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """Return the announcement of the launcher, or None if no launcher started this process.
-
-    SLURM_* variables count only inside a step of srun. Raises ConfigurationError for an invalid size.
-    """
+    """Return the world size and rank that the launcher announced, or None. Raises ConfigurationError."""
     announced = []
     for launcher, size, rank, local_rank in _VARIABLES:
         if launcher == "Slurm srun" and not inside_srun(environment):
@@ -184,7 +181,7 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """If HOME is unset, set it to the home of this user or a temporary directory: Open MPI needs it. Local."""
+    """If HOME is unset, set it to this user's home or a temporary directory: Open MPI needs it. Local."""
     if "HOME" not in environment:
         home = os.path.expanduser("~")  # from the user database, because HOME is not set
         environment["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()
@@ -197,7 +194,7 @@ def drop_empty(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
-    """Return True if srun started this ``rank`` of ``size`` ranks directly, not mpirun's daemon. Local."""
+    """Return True if srun started this ``rank`` of ``size`` ranks directly, not through mpirun. Local."""
     announced = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
     return inside_srun(environment) and announced == (size, rank)
 

@@ -46,7 +46,7 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 
 
 def write_exit_code(code: int) -> None:
-    """Write the exit code of the job to a file for `hpcdist run`. Every rank calls this at its end. Local."""
+    """Write the job's exit code to a file for `hpcdist run`. Every rank calls this at its end. Local."""
     # Ranks on other hosts than `hpcdist run` write nothing. The file keeps only the first code.
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -93,10 +93,7 @@ def remove_segments(launch_dir: Path) -> None:
 
 
 def leave_at_signals() -> None:
-    """From now on, exit at a stop signal with its exit code in `STOP_CODES`, until `disable_leave_at_signals`. Local.
-
-    Main thread only. Signals that are ignored, or have a handler, are not changed.
-    """
+    """Exit at a stop signal with its code in `STOP_CODES`, until `disable_leave_at_signals`. Main thread only."""
     global _starting
     _starting = True
     for number in STOP_CODES:
@@ -124,21 +121,18 @@ def ignore_signals() -> None:
 
 
 class ImmediateExit:
-    """Thread that ends this process at the first stop signal, even if the main thread is blocked in MPI. Local.
-
-    It is enabled by `switch` while the process has nothing to save.
-    """
+    """Thread that ends this process at the first stop signal, even if the main thread is blocked in MPI. Local."""
 
     def __init__(self) -> None:
         # No thread can run inside MPI_Init: there `hpcdist run` kills the process instead.
-        self.on = False
+        self.on = False  # True while the process has nothing to save
         self._callbacks: list[Callable[[], object]] = []
         self._pipe: tuple[int, int] | None = None
         self._before = -1
 
     @property
     def started(self) -> bool:
-        """Whether `switch` has been called with True at least once."""
+        """True if `switch` has been called with True at least once."""
         return self._pipe is not None
 
     def before(self, callback: Callable[[], object]) -> None:
@@ -204,9 +198,9 @@ def announce_run(run_dir: Path) -> None:
     _write_note(RUN_FILE, str(run_dir))
 
 
-def announce_completion(how_to_go_on: str) -> bool:
+def announce_completion(resume_instructions: str) -> bool:
     """Report the end of training to `hpcdist run`, with instructions to resume. Return True on success."""
-    return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
+    return _write_note(STOPPED_FILE, resume_instructions) and _write_note(RUN_FILE, "")
 
 
 def _write_note(name: str, text: str) -> bool:
@@ -219,10 +213,7 @@ def _write_note(name: str, text: str) -> bool:
 
 
 def read_announcements(folder: Path) -> tuple[str, str]:
-    """Return (run directory, instructions to resume the training) from ``folder``. A missing text is "".
-
-    The run directory is "" if the training ended without a failure.
-    """
+    """Return (run directory, instructions to resume the training) from ``folder``. A missing text is ""."""
     texts = ["", ""]
     for index, name in enumerate((RUN_FILE, STOPPED_FILE)):
         with suppress(OSError, ValueError):
@@ -231,10 +222,8 @@ def read_announcements(folder: Path) -> tuple[str, str]:
 
 
 def resume_command(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
-    """Return ``command`` with the option `--resume auto`, and `--out` ``run_dir`` if it has no --out.
-
-    ``command``: an `hpcdist train` command, or an `hpcdist run` command if keyword-only ``script`` is True.
-    """
+    """Return the hpcdist ``command`` with `--resume auto`, and with `--out` ``run_dir`` unless it already has --out."""
+    # `script`: the command is `hpcdist run`, not `hpcdist train`.
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)
     options = list(command[begin:end])

@@ -27,13 +27,10 @@ PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor dire
 
 
 class Guard:
-    """Forked process that ends the job's processes if the supervisor, its parent process, is killed.
-
-    ``launch_dir``: directory named in the environment of the job's processes. ``passed``: signals to forward to the
-    supervisor, which must be single-threaded and block them.
-    """
+    """Forked process that ends the job's processes if the supervisor, its parent process, is killed."""
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
+        # The supervisor must be single-threaded, and block the signals `passed`, which the guard forwards to it.
         supervisor = os.getpid()
         held, self._holding = os.pipe()
         self.pid = os.fork()

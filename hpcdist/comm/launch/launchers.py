@@ -38,7 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command-line options of one type of launcher. (): the launcher has no such option."""
+    """Command-line options of one type of launcher. An empty tuple means that the launcher has no such option."""
 
     name: str
     program: tuple[str, ...]
@@ -156,10 +156,7 @@ class Starter:
         return mpirun.common_settings(self.layout.cpus_per_task or 1)
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the command line that starts ``program`` on all ranks with the environment variables ``settings``.
-
-        ``options``: launcher options of the user, which take precedence.
-        """
+        """Return the launcher command for ``program``, with variables ``settings`` and the user's ``options``."""
         kind, layout = self.kind, self.layout
         # In a heterogeneous job each component has its number of ranks: -n would apply to each component.
         apart = kind is SRUN and any(option.startswith(HET_GROUP) for option in options)
@@ -180,10 +177,7 @@ class Starter:
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
-        """Return launcher options to start ranks on the nodes ``left`` and not on the failed nodes ``lost``.
-
-        Raises MissingCapabilityError if the launcher cannot exclude nodes.
-        """
+        """Return options to use nodes ``left``, not ``lost``. Raises MissingCapabilityError if there are none."""
         if not self.kind.without:
             raise MissingCapabilityError(
                 f"the nodes {', '.join(lost)} of the job have failed, and the launcher {self.kind.name} cannot exclude "
@@ -216,10 +210,10 @@ class Starter:
 
 @dataclass(frozen=True)
 class MpirunStarter(Starter):
-    """Builder of mpirun command lines. ``surviving``: True if the job must survive rank failures (ULFM)."""
+    """Builder of mpirun command lines."""
 
     launcher: mpirun.Launcher
-    surviving: bool = False
+    surviving: bool = False  # the job must survive rank failures (ULFM)
     bound: core_binding.CoreBinding | None = None
 
     def settings(self) -> dict[str, str]:
@@ -252,10 +246,7 @@ class MpirunStarter(Starter):
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
-    """Return a `Starter` of the launcher ``kind`` for the ranks in ``layout``.
-
-    ``survive``: value of --survive. Raises UsageError if ``kind`` cannot start such a job.
-    """
+    """Return a `Starter` of launcher ``kind``. Raises UsageError if it does not support ``layout`` or ``survive``."""
     _refuse(kind, layout, survive)
     if kind is MPIRUN:
         return _mpirun(mpirun.find(environment), layout, survive is not None, environment)

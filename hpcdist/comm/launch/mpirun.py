@@ -73,13 +73,12 @@ class Launcher:
 
 
 def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if ``environment`` is of a resource manager's job, such as a Slurm job."""
+    """Return True if ``environment`` belongs to a job of a resource manager, such as Slurm."""
     return any(name in environment for name in _RESOURCE_MANAGERS)
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return a warning if hpcdist uses another MPI than the loaded environment ``modules`` (names) have, or ""."""
-    # `modules` has their names.
+    """Return a warning if the loaded environment ``modules`` contain another MPI than hpcdist uses, or ""."""
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
     if not wheels or not loaded:
@@ -146,11 +145,7 @@ def command(
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return the command line by which the mpirun ``launcher`` runs ``program`` on ``ranks`` ranks.
-
-    Open MPI exports the variables named in ``settings`` to all hosts. ``extra``: options that override the
-    defaults.
-    """
+    """Return the mpirun command for ``program``. ``settings``: variables to export. ``extra``: user options."""
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
         # The UCX one-sided component of the wheels prints a warning at every start; windows work without it.
@@ -174,8 +169,7 @@ def _last_option(options: Sequence[str]) -> list[str]:
 
 
 def ulfm_options(launcher: Launcher) -> list[str]:
-    """Return mpirun options that let a job continue after rank failures, by Open MPI's ULFM."""
-    # Raises MissingCapabilityError without ULFM.
+    """Return mpirun options that let a job continue after rank failures. Raises MissingCapabilityError without ULFM."""
     reason = _why_no_ulfm(launcher)
     if reason:
         raise MissingCapabilityError(
@@ -211,10 +205,7 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return environment variables that give the job separate directories for sessions and shared memory.
-
-    ``folder``: session directory. ``options``: the user's mpirun options. {} without Open MPI 5.
-    """
+    """Return variables that make Open MPI 5 use ``folder`` for sessions and a new folder for shared memory, or {}."""
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
     # Folders that the environment, `options` or a parameter file set are not changed.
@@ -234,12 +225,9 @@ def transports(
     options: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
     *,
-    surviving: bool = False,
+    surviving: bool = False,  # the job continues after rank failures
 ) -> dict[str, str]:
-    """Return environment variables that select MPI's transports, unless the user or the site has set them.
-
-    ``options``: the user's mpirun options. Keyword-only ``surviving``: the job continues after rank failures.
-    """
+    """Return environment variables that select MPI's transports, unless the user or the site has set them."""
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
         return {UCX_TRANSPORTS: "^tcp"} if here and not _is_set(UCX_TRANSPORTS, launcher, options, environment) else {}
@@ -269,10 +257,7 @@ def _is_set(name: str, launcher: Launcher, options: Sequence[str], environment: 
 def daemons(
     launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return environment variables that let mpirun's daemons ignore the SIGTERM of a Slurm preemption.
-
-    ``options``: the user's mpirun options. {} without Open MPI 5 or Slurm.
-    """
+    """Return environment variables that make mpirun's daemons ignore the SIGTERM of a Slurm preemption, or {}."""
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
     # The user or the site has set the daemons' command.
@@ -315,10 +300,7 @@ def answer_to_signals(launcher: Launcher) -> str:
 
 
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
-    """Return mpirun options for the ranks per node (``ranks``) and the binding of ranks to cores.
-
-    ``ranks`` None: any number. ``bound`` None: no binding.
-    """
+    """Return mpirun options for ``ranks`` ranks per node (None: any number) and for the core binding ``bound``."""
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:
             return ["--map-by", f"ppr:{bound.ranks_per_node}:node:PE={bound.cores}", "--bind-to", "core"]
@@ -344,7 +326,6 @@ def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> lis
 
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
     """Return the environment variables of the ranks. ``threads``: number of threads per rank."""
-    # For Open MPI, they include the permission to run as root.
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -29,10 +29,7 @@ class NodePool(Protocol):
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait until the job has enough nodes. Return the stop signal that ended the wait, or None.
-
-        ``pause(seconds)`` waits, and returns a stop signal or None. ``say(text)`` prints a message.
-        """
+        """Wait until the job has enough nodes. Return the stop signal that ended the wait, or None."""
 
     def shortage(self) -> str:
         """Return the reason why too few nodes are left to start the job again, or "" if enough are left."""
@@ -47,11 +44,7 @@ def repeat(
     give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
-    """Run a job, and restart it up to ``max_restarts`` times after failures. Return the last exit code.
-
-    ``start(n)`` runs the job for the n-th time. ``checkpoints()`` returns {checkpoint: version}. ``pause(seconds)``
-    waits. ``say(text)`` and ``give_up(text)`` print a message about a restart or about the end.
-    """
+    """Run a job by ``start(n)``, and restart it up to ``max_restarts`` times after failures. Return the exit code."""
     # No restart after two starts in a row without a new checkpoint. The exit code is 75 if too few nodes are left.
     # `pause` returns the stop signal that ended the wait, or None.
     fruitless = pauses = 0

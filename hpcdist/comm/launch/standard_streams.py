@@ -108,10 +108,7 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 
 
 class Relay:
-    """Forwarder of a child's stdout and stderr to this process's streams. Continues after write errors.
-
-    Notices of Open MPI about the end of a rank are held back until `release`.
-    """
+    """Forwarder of a child's stdout and stderr. It holds back notices of Open MPI about ended ranks until `release`."""
 
     def __init__(self) -> None:
         protect()

@@ -74,7 +74,7 @@ class LaunchOutcome:
 
 def pause(seconds: float) -> signal.Signals | None:
     """Wait ``seconds``, or until a stop signal. Return the signal, or None after the whole time."""
-    # Call it in a `signals_held` block.
+    # Call this function in a `signals_held` block.
     until = time.monotonic() + seconds
     while True:
         received = signal.sigtimedwait(_watched(), max(0.0, until - time.monotonic()))
@@ -107,16 +107,12 @@ class _PendingSignal:
 
 @dataclass(eq=False)
 class Supervision:
-    """Supervisor of a launcher command, which forwards signals to the ranks. Create it inside `signals_held`.
-
-    After a stop signal, the ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, they are
-    killed.
-    """
+    """Supervisor of a launcher command, which forwards signals to the ranks. Create it inside `signals_held`."""
 
     line: Sequence[str]  # the launcher command
     environment: Mapping[str, str]
     launch_dir: Path  # for process ids and the exit code of the job, written by ranks
-    grace_s: float
+    grace_s: float  # for the ranks to save and exit after a stop signal, before they are killed
     mask: set[signal.Signals]  # yielded by `signals_held`
     surviving: bool = False  # the job continues after a rank failure
     telling: bool = False  # every started rank writes the exit code file: without this file, the job has failed
@@ -140,9 +136,8 @@ class Supervision:
 
         def in_child() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-            libc.prctl(
-                PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0
-            )  # if this process is killed, the launcher ends its ranks
+            # If this process is killed, the launcher ends its ranks.
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
         self._guard = Guard(self.launch_dir, self._watched - {signal.SIGCHLD})
         self._relay = Relay()
@@ -365,9 +360,8 @@ class Supervision:
 
     def _kill_descendants(self) -> None:
         until = time.monotonic() + TEARDOWN_S  # a process that hangs in the kernel cannot be ended
-        while (
-            descendants(os.getpid()) and time.monotonic() < until
-        ):  # repeated, because a process may just have started another
+        # Repeated, because a process may just have started another process.
+        while descendants(os.getpid()) and time.monotonic() < until:
             for pid in descendants(os.getpid()):
                 send_signal(pid, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, 0.05)

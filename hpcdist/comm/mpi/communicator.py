@@ -75,7 +75,7 @@ class _MpiMessage:
 
 
 class MpiCommunicator(Communicator):
-    """Communicator that wraps an MPI communicator. No other code may use the wrapped communicator."""
+    """Communicator that wraps an MPI communicator, which no other code may use."""
 
     def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, declared_node: int | None = None) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, declared_node)
@@ -199,12 +199,7 @@ class MpiCommunicator(Communicator):
         )
 
     def _large_all_to_all(
-        self,
-        send: Array,
-        receive: Array,
-        send_ranges: Sequence[Range],
-        receive_ranges: Sequence[Range],
-        largest: int,
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range], largest: int
     ) -> None:
         # Ranges of more than `largest` elements are separate messages. MPI_Alltoallv exchanges the others.
         tag = transport.PAIR_TAG
@@ -262,10 +257,7 @@ class MpiCommunicator(Communicator):
         return type(self)(self._mpi, comm, name, self.handover, self.declared_node)
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
-        """Return a communicator of these ``ranks`` in this order, named ``label``. Collective over ``ranks``.
-
-        Threads that create groups at the same time must pass different values of ``tag``.
-        """
+        """Return a communicator of ``ranks`` in this order. Threads must use different ``tag`` values. Collective."""
         child: MpiCommunicator = self._recorded("create_group", self._create_group, ranks, tag, f"{self.name}/{label}")
         self._adopt(self._passed_on(child))
         return child

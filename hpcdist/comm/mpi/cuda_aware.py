@@ -35,10 +35,7 @@ CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_",
 
 
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """Return the key of the cached probe, or None if the GPU or the library is unknown. Local.
-
-    ``library``: version of the MPI library. ``launcher``: path of mpirun.
-    """
+    """Return the cache key for an MPI ``library`` and its ``launcher``, or None if GPU or library is unknown. Local."""
     if not library:
         return None
     try:
@@ -136,10 +133,10 @@ class DevicePointerSupport:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """Result of a child process: the lines that it printed, and how it failed (``end``), or "" after exit code 0."""
+    """Result of a child process."""
 
-    lines: tuple[str, ...]
-    end: str
+    lines: tuple[str, ...]  # printed by the child
+    end: str  # how the child failed, or "" after exit code 0
 
 
 def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
@@ -153,10 +150,7 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the operations that accept GPU pointers, or None if another rank of this node tests them. Local.
-
-    ``launch``: announcement of the launcher, or None. Call this before MPI starts.
-    """
+    """Return the operations that accept GPU pointers, or None if another rank of this node tests them. Local."""
     answer = requested_answer(environment)
     if answer == "yes":
         return DevicePointerSupport(frozenset(OPERATIONS), f"{VARIABLE}=yes")
@@ -186,10 +180,7 @@ def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePoi
 def probe_cached(
     environment: Mapping[str, str] = os.environ, renewed: bool = False, run: Run | None = None
 ) -> DevicePointerSupport:
-    """Return the operations of this MPI library that accept pointers to this GPU, from the cache if possible. Local.
-
-    ``renewed``: True to ignore the cache. ``run``: function that runs a child process, for tests.
-    """
+    """Return the MPI operations that accept pointers to this GPU, from the cache unless ``renewed``. Local."""
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
     clean = stripped(environment)
@@ -208,11 +199,7 @@ def probe_cached(
 def probe(
     environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
 ) -> DevicePointerSupport:
-    """Test in child processes which MPI operations accept GPU pointers. Local; takes seconds.
-
-    ``on``: "gpu", or "cpu" to test host buffers. ``run``: as for `probe_cached`. ``ends_at``: limit on
-    `time.monotonic`.
-    """
+    """Test in child processes which MPI operations accept pointers to memory of ``on`` ("gpu" or "cpu"). Local."""
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
     clean = stripped(environment) | {DEVICE_VARIABLE: str(device.index()) if on == "gpu" else "cpu"}

@@ -114,10 +114,7 @@ class WindowBlock:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
-    """Return zeroed memory that the ranks of ``comm``, all on one node, share. Collective.
-
-    This rank contributes ``nbytes`` bytes. If sharing fails, the result is a `private_block`.
-    """
+    """Return ``nbytes`` zeroed bytes of this rank that all ranks of ``comm`` share, or private memory. Collective."""
     sizes = ulfm.allgather_objects(mpi, comm, nbytes)
     members = Members(mpi, comm)
     mapping = _map(comm, sizes) if members.see_each_other else None
@@ -134,10 +131,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return a `MemoryBlock` that only this rank can use: ``sizes[rank]`` bytes. Local.
-
-    ``members``: processes of all ranks, to detect failures.
-    """
+    """Return a `MemoryBlock` of ``sizes[rank]`` bytes, without shared memory. ``members``: all processes. Local."""
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)
 

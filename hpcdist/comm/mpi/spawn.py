@@ -35,11 +35,7 @@ class SpawnMember:
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` Python processes with the command line ``arguments``. Return a communicator of old and new ranks.
-
-    Collective. The new processes get the highest ranks, and call `join_parent`. ``label``: name of the
-    communicator.
-    """
+    """Start ``count`` Python processes, which call `join_parent`. Return the communicator of all ranks. Collective."""
     assert isinstance(comm, Communicator)
     if count < 1:
         raise UsageError(f"the number of processes to start must be at least 1, got {count}")
@@ -55,10 +51,7 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
 
 
 def join_parent(mpi: Any) -> Communicator | None:
-    """Return the communicator of old and new ranks in a spawned process, or None in another process.
-
-    ``mpi``: module mpi4py.MPI. Collective over the new ranks and the old ranks, which call `spawn`.
-    """
+    """Return the communicator of old and new ranks in a process started by `spawn`, else None. Collective."""
     bare = ulfm.join_parent(mpi)
     if bare is None:
         return None

@@ -23,11 +23,8 @@ _SYMBOL: Final = "ompi_ftmpi_enabled"
 @functools.cache  # called in every gather
 def is_enabled(mpi: Any) -> bool:
     """Return True if MPI continues after a rank failure. ``mpi``: the initialised module mpi4py.MPI. Local."""
-    if not mpi.Get_library_version().startswith("Open MPI") or os.environ.get(FAULT_TOLERANCE, "0") in (
-        "",
-        "0",
-        "false",
-    ):
+    is_requested = os.environ.get(FAULT_TOLERANCE, "0") not in ("", "0", "false")
+    if not is_requested or not mpi.Get_library_version().startswith("Open MPI"):
         return False
     try:
         loaded = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -82,18 +79,12 @@ def shrink(mpi: Any, comm: Any) -> Any:
             return survivors
         if survivors is not None:
             survivors.Free()
-        elif failure is not None and failure.Get_error_class() not in (
-            mpi.ERR_PROC_FAILED,
-            mpi.ERR_PROC_FAILED_PENDING,
-        ):
+        elif failure and failure.Get_error_class() not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING):
             raise failure
 
 
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Spawn ``count`` Python processes. Return a communicator of the ranks of ``comm`` and these processes. Collective.
-
-    ``arguments``, ``environment``: their command line and environment variables. They call `join_parent`.
-    """
+    """Start ``count`` Python processes, which call `join_parent`. Return a communicator of all ranks. Collective."""
     # Pass variables by the command `env`, because daemons on other hosts have another environment, and a value of
     # MPI_Info holds a few hundred characters at most.
     variables = [f"{name}={value}" for name, value in environment.items()]

@@ -114,7 +114,6 @@ class World:
 
 def whole_number(name: str, value: Any) -> int:
     """Convert ``value``, such as a numpy integer, to int. Raises UsageError, which names ``name``. Local."""
-    # `name` names the value in the error message.
     try:
         return operator.index(value)
     except TypeError:
@@ -130,9 +129,7 @@ _keyvals: Final[list[int]] = []  # key of the attribute that stores our communic
 def init(device: str = "cpu") -> World:
     """Start MPI and return the world of all ranks. Later calls return the same world. Collective.
 
-    Without a launcher, the world has only this process. ``device``: "gpu" gives each rank the GPU with its local
-    rank. Afterwards, an uncaught exception on any rank ends the job. Raises ConfigurationError for a launcher of
-    another MPI.
+    ``device``: "gpu" gives each rank the GPU with its local rank. An uncaught exception on any rank ends the job.
     """
     refuse_worker()
     fail_alike(launched=True)
@@ -147,10 +144,7 @@ def init(device: str = "cpu") -> World:
 
 
 def start_world(device: str) -> World:
-    """Start MPI for ``device`` "cpu" or "gpu", and return the world. Later calls return the same world. Collective.
-
-    Raises UsageError in a worker process of a rank, such as a DataLoader worker.
-    """
+    """Start MPI for ``device`` "cpu" or "gpu", and return the world. Later calls return the same world. Collective."""
     refuse_worker()
     if not _worlds:
         _worlds.append(World(start(device)))
@@ -158,10 +152,7 @@ def start_world(device: str) -> World:
 
 
 def record(world: World, default_s: float = DEADLINE_S) -> None:
-    """Record communication operations from now on, each with a deadline. Collective.
-
-    ``default_s``: deadline in seconds, unless HPCDIST_DEADLINE_S is set.
-    """
+    """Record operations, each with a deadline of $HPCDIST_DEADLINE_S, by default ``default_s``, seconds. Collective."""
     if world.size == 1 or failfast.is_recording():
         return
     # The directory of `hpcdist run --out`, or else a temporary directory, which a successful end removes.
@@ -215,10 +206,7 @@ def session(device: str = "cpu") -> Iterator[World]:
 
 
 def communicator_of(comm: AnyComm = None) -> Communicator:
-    """Convert ``comm`` to a communicator of hpcdist. None: the communicator of all ranks.
-
-    The first call for None or for an mpi4py communicator is collective. Raises UsageError for other types.
-    """
+    """Return hpcdist's communicator for ``comm`` (None: all ranks). Raises UsageError. The first call is collective."""
     refuse_worker()
     if comm is None:
         return init().comm

@@ -26,15 +26,12 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class ClockReading:
-    """Clock comparison: at time ``t_ns`` of rank 0's clock, the clock of ``host`` was ``offset_ns`` ns ahead.
-
-    ``rtt_ns``: round-trip time of the message.
-    """
+    """Comparison of the clock of a host with the clock of rank 0."""
 
     host: int
-    t_ns: int
-    offset_ns: int
-    rtt_ns: int
+    t_ns: int  # time of rank 0's clock
+    offset_ns: int  # by which the host's clock was ahead of rank 0's clock
+    rtt_ns: int  # round-trip time of the message
 
     @property
     def bound_ns(self) -> int:
@@ -53,16 +50,13 @@ class HostTable:
 
 
 class HostClocks:
-    """Offsets of the clocks of all hosts to the clock of rank 0. Construction is collective over ``comm``.
-
-    ``clock()`` returns ns. With more than ``flat`` hosts, some hosts are compared with rank 0 through another host.
-    """
+    """Offsets of the clocks of all hosts to the clock of rank 0. Construction is collective over ``comm``."""
 
     def __init__(
         self,
         comm: Communicator,
         boot: str | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] = time.monotonic_ns,  # returns nanoseconds
         flat: int = FLAT,
     ) -> None:
         # `boot` identifies this host, by default by the kernel's boot id.
@@ -91,11 +85,7 @@ class HostClocks:
 def measure_offsets(
     comm: Communicator, clock: Callable[[], int], rounds: int = ROUNDS, flat: int = FLAT
 ) -> tuple[ClockReading, ...]:
-    """Measure the offset of each rank's ``clock`` to the clock of rank 0. Collective over ``comm``.
-
-    Returns one `ClockReading` per rank on rank 0, else (). ``rounds``: message round trips per rank. ``flat``:
-    largest number of ranks that rank 0 measures directly.
-    """
+    """Compare each rank's ``clock`` with rank 0's clock. Return one reading per rank on rank 0, else (). Collective."""
     # The fastest of `rounds` round trips counts. If a rank is measured through a head, both error bounds add up.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1
     head = comm.rank - comm.rank % size

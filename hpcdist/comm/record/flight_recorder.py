@@ -27,10 +27,7 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create the file ``path`` of ``size`` bytes, reserve its disk space, and map it into memory.
-
-    Raises StorageError with the purpose of the file (``what``) and advice to the user (``cure``).
-    """
+    """Create and map file ``path`` of ``size`` bytes. StorageError names its use ``what`` and the advice ``cure``."""
     try:
         path.unlink(missing_ok=True)  # truncating would raise SIGBUS in a process that still maps the old file
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -80,21 +77,21 @@ def size_bytes(capacity: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorCall:
-    """A call on communicator ``comm``. ``peer``: the other rank, or -1. ``site``: line of user code with the call."""
+    """A call on a communicator."""
 
     comm: str
     op: str
     dtype: str
     count: int
     sent_bytes: int
-    peer: int
+    peer: int  # the other rank, or -1
     tag: int
     sequence: int
-    site: str
+    site: str  # line of user code that contains the call
 
     @property
     def collective(self) -> bool:
-        """Whether all ranks of the communicator execute this operation, in the same order."""
+        """True if all ranks of the communicator execute this operation, in the same order."""
         return self.op not in POINT_TO_POINT
 
     def __str__(self) -> str:
@@ -108,11 +105,11 @@ class CommunicatorCall:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent(CommunicatorCall):
-    """A recorded call, with times in wall-clock nanoseconds. ``ended_ns`` is None if the call has not ended."""
+    """A recorded call, with times in wall-clock nanoseconds."""
 
     index: int
     started_ns: int
-    ended_ns: int | None
+    ended_ns: int | None  # None: the call has not ended
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ def read(path: Path) -> RankRecord:
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
-    """Return the content of a recorder file. ``kind``: name of the type of file in the StorageError."""
+    """Return the content of a recorder file. A StorageError names the file type ``kind``."""
     try:
         return regular.read(path, MOST_BYTES)
     except OSError as error:
@@ -181,7 +178,7 @@ def read_bytes(path: Path, kind: str) -> bytes:
 
 
 def check_header(path: Path, versions: tuple[int, int], nbytes: int, least_bytes: int, rank: int, world: int) -> None:
-    """Raise StorageError for an invalid header of a recorder file. ``versions``: (of the file, supported)."""
+    """Raise StorageError if a recorder file has a wrong version, size or rank. ``versions``: (found, supported)."""
     version, supported = versions
     if version != supported or nbytes < least_bytes:
         raise StorageError(
@@ -252,7 +249,7 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the files of ranks from number ``ranks`` on from ``folder``: an earlier job had more ranks. Local."""
+    """Remove the files of ranks >= ``ranks`` from ``folder``, which an earlier job with more ranks left. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
@@ -271,8 +268,6 @@ def _sources(folder: str) -> frozenset[str]:
 
 class Recorder(EventSink):
     """Event sink that keeps this rank's last ``capacity`` operations in the file ``path``. Thread-safe."""
-
-    # Raises StorageError if the file cannot be created.
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
         assert capacity >= 2
@@ -379,10 +374,7 @@ class Recorder(EventSink):
         return self._ids[kind]
 
     def note(self, kind: str, text: str) -> None:
-        """Write ``text``, truncated to about 1 KiB, as the note of type ``kind``, one of `KINDS`.
-
-        It replaces an earlier note of this type, except for types in `FINAL`.
-        """
+        """Write ``text`` as the note of type ``kind``, one of `KINDS`. Types in `FINAL` are written only once."""
         data = text.encode(errors="backslashreplace")[: NOTE_BYTES - NOTE.size]
         start = NOTES + KINDS.index(kind) * NOTE_BYTES
         with self._lock:

@@ -81,18 +81,14 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class StartEntry:
-    """A start of a run. ``began`` and the last sign of life ``seen`` are in seconds since 1970.
+    """A start of a run: one execution of the training."""
 
-    ``end``: "finished", "stopped" or "" (failed, or still running). ``launch``: name of the start, or "". ``survives``:
-    value of `hpcdist run --survive`, or "". ``deaths``: number of ranks that died without ending the run.
-    """
-
-    began: float
-    seen: float
-    end: str = ""
-    launch: str = ""
-    survives: str = ""
-    deaths: int = 0
+    began: float  # in seconds since 1970
+    seen: float  # time of the last sign of life, in seconds since 1970
+    end: str = ""  # "finished", "stopped", or "": the start failed or is running
+    launch: str = ""  # name of the start, or ""
+    survives: str = ""  # value of `hpcdist run --survive`, or ""
+    deaths: int = 0  # number of ranks that died without ending the run
 
     @property
     def seconds(self) -> float:
@@ -101,10 +97,7 @@ class StartEntry:
 
 
 class StartRecord:
-    """Writer of the events of this start into the journal of ``directory``. The constructor writes `start`. Local.
-
-    ``clock``: function that returns seconds since 1970. ``launch``: name of this start, by default the launcher's.
-    """
+    """Writer of the events of this start into the journal of ``directory``. The constructor writes `start`. Local."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:
         if launch is None:
@@ -175,10 +168,7 @@ class StartRecord:
 
 
 def append(run_dir: Path, event: str, seconds: float | None = None, **values: Any) -> None:
-    """Append ``event`` and ``**values`` to the journal of ``run_dir``. Raises OSError.
-
-    ``seconds``: time of the event since 1970, by default now.
-    """
+    """Append ``event`` at ``seconds`` since 1970 (None: now) to the journal of ``run_dir``. Raises OSError."""
     now = datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="milliseconds")
     append_line(run_dir / JOURNAL_FILE, {"event": event, "time": now, **values})
 
@@ -200,10 +190,7 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read(run_dir: Path) -> list[JournalEntry]:
-    """Return all entries of the journal in ``run_dir``, or [] if there is no journal. Raises StorageError.
-
-    Entries of the files of earlier versions come first.
-    """
+    """Return all entries of the journal in ``run_dir``, or [] if there is no journal. Raises StorageError."""
     path = run_dir / JOURNAL_FILE
     try:
         values = [*_old_values(run_dir), *_values(path)]

@@ -122,10 +122,7 @@ class SpanSink:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Record the interval ``name`` from ``begin_ns`` to ``end_ns``, as returned by `now_ns`.
-
-        ``phase``: one of `PHASES`. ``unit``: number of the model's embedding, layer or head, or -1.
-        """
+        """Record the interval ``name`` from ``begin_ns`` to ``end_ns`` (of `now_ns`). For the arguments see `Span`."""
 
 
 NULL_SPANS: Final = SpanSink()
@@ -172,10 +169,7 @@ class Spans(SpanSink):
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call: phase number, begin and end in ns, int64 of shape (spans, 3). Local.
-
-        Phases are numbered as in `PHASES`. Spans of the phase "step" are left out.
-        """
+        """Return the spans since the last call: int64 (spans, 3) of phase number, begin and end in ns. Local."""
         # Adjacent spans of the same phase are merged. The oldest spans beyond the capacity are lost.
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)

@@ -110,10 +110,7 @@ class _ThreadTotals:  # only the thread writes its totals
 
 
 class OperationTiming(EventSink):
-    """Event sink that adds up calls, seconds and bytes by operation. Thread-safe.
-
-    It passes every event to ``inner``. Operations inside other operations are not counted.
-    """
+    """Event sink that adds up calls, seconds and bytes by operation. Thread-safe."""
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
         # Non-blocking operations last until they complete. After a failed operation, create a new object.

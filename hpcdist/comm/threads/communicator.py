@@ -197,7 +197,6 @@ class ThreadCommunicator(Communicator):
         return ThreadBlock(self._everyone(np.zeros(nbytes, np.uint8)), self._detector, self._group.deadline_s)
 
     def supports(self, feature: str) -> bool:
-        """Return True for "thread_multiple", and for "ulfm" if `run_threads` was called with ``fault_tolerant``."""
         return feature == "thread_multiple" or (feature == "ulfm" and self._group.fault_tolerant)
 
     def _revoke(self) -> None:
@@ -227,7 +226,6 @@ class ThreadCommunicator(Communicator):
 
     def free(self) -> None:
         """Do nothing, because Python's garbage collector frees the communicator."""
-        return
 
 
 def run_threads(
@@ -236,13 +234,9 @@ def run_threads(
     ranks_per_node: int | None = None,
     deadline_s: float = DEADLINE_S,
     *,
-    fault_tolerant: bool = False,
+    fault_tolerant: bool = False,  # ranks continue after a `RankDeath`
 ) -> list[Result]:
-    """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results in rank order.
-
-    ``ranks_per_node``: ranks per simulated node. ``deadline_s``: timeout of an operation. Keyword-only
-    ``fault_tolerant``: True if ranks continue after a `RankDeath`. Raises the first exception of a rank.
-    """
+    """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results, or raise the first error."""
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size
 

@@ -146,10 +146,7 @@ class FailureDetector:
         self._agreements = 0
 
     def check(self, peer: int | None, what: str) -> None:
-        """Raise an error if a rank that an operation needs has failed. Local.
-
-        ``peer``: the rank, or None or ANY for all ranks. ``what``: the operation, for the message.
-        """
+        """Raise an error, which names the operation ``what``, if rank ``peer`` (None or ANY: any) has failed. Local."""
         if self._group.failed:
             raise CommunicationError(
                 f"rank {self.rank}: another rank failed while this rank waited in {what}; see the error of that rank"
@@ -290,10 +287,7 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class ReductionRequest:
-    """An iallreduce of ``size`` ranks in flight. The result is written to ``message``.
-
-    ``parts``: dict that receives the array of each rank. ``until(condition)`` waits until ``condition()`` is True.
-    """
+    """An iallreduce of ``size`` ranks in flight. The result is written to ``message``."""
 
     def __init__(
         self,

@@ -200,7 +200,7 @@ def test_gpus_of_ranks_are_checked(facts, expected, held, status, words):
 @pytest.mark.parametrize(("expected", "status"), [("gpu", FAIL), ("", WARN), ("cpu", OK)])
 def test_nodes_without_gpu_are_reported(expected, status):
     rows = table(nodes=3, gpu=lambda node, local: GpuFacts(None, 2 * (node != 1), f"{local}", "driver too old"))
-    check = binding_checks.check_gpus(rows, expected, allocated=False)
+    check = binding_checks.check_gpus(rows, expected, job_has_gpus=False)
     assert check.status == status
     if status != OK:
         assert check.found == "n2: 2 of 2 ranks without a GPU: driver too old"
