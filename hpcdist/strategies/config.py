@@ -68,18 +68,12 @@ RULES: Final = (
 
 
 def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
-    """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks.
-
-    ``heads``: number of query heads. ``shared``: number of key heads.
-    """
+    """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks."""
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
-    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
-
-    ``heads``: number of query heads. ``shared``: number of key heads.
-    """
+    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes."""
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
     # With c ranks and K bytes of keys per sample, a layer sends 6 K (c - 1) / c bytes by "ring", and by "all_to_all"

@@ -36,7 +36,7 @@ FEWEST, MOST = 3, 25  # rounds, after one that compiles and connects
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Seconds of a gradient allreduce with compressor ``name``; ``codec_s``: seconds of encoding and decoding."""
+    """Measured time in seconds of one gradient allreduce with the compressor ``name``."""
 
     name: str
     seconds: float
@@ -49,7 +49,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Chosen gradient compressor of a run. ``source``: "recipe", "checkpoint", "measured" or "default"."""
+    """Gradient compressor that a run uses, and the reason for this choice."""
 
     name: str
     source: str

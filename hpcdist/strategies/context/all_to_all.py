@@ -22,10 +22,7 @@ Target: TypeAlias = tuple[Array, bool]  # (array, whether to add to it)
 
 
 class AllToAllAttention:
-    """All-to-all attention: ranks exchange tokens for heads; each rank computes some heads of all tokens.
-
-    Collective over ``axis``. The number of ranks must divide the number of query heads.
-    """
+    """All-to-all attention: ranks exchange tokens for heads, and each computes some heads of all tokens. Collective."""
 
     # The number of ranks must divide or be a multiple of the number of key heads. Same interface as
     # `hpcdist.models.attention.flash.LocalAttention`.

@@ -29,7 +29,7 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return, for each of ``ranks`` ranks, an early and a late token range of a sample of ``context`` tokens."""
+    """Return two token ranges per rank, one early and one late, of a sample of ``context`` tokens."""
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
         return (one_piece(context),)
@@ -43,15 +43,12 @@ def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
 
 
 def tokens(rank_pieces: Pieces) -> int:
-    """Return the number of tokens in ``rank_pieces``, one rank's token ranges of a sample."""
+    """Return the number of tokens in the token ranges of one rank."""
     return rank_pieces[-1][1]
 
 
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``.
-
-    ``placed``: each rank's token ranges. Keyword-only ``causal``: queries see only earlier tokens.
-    """
+    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``."""
     ranks, visited = len(placed), []
     for step in range(1, ranks):
         source = (rank - step) % ranks
@@ -67,10 +64,7 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return, for each rank r, the ranks that use its keys and values: r first, then in ring order.
-
-    ``placed``: each rank's token ranges. ``window``: sliding window in tokens, or 0.
-    """
+    """Return, for each rank r, the ranks that use keys and values of rank r: first r, then in ring order."""
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
     reach = _reach(placed, window) if window else 2 * ranks
@@ -89,11 +83,7 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
-
-    ``placed``: each rank's token ranges. Keyword-only ``causal``: queries see only earlier tokens; keyword-only
-    ``window``: sliding window in tokens, or 0.
-    """
+    """Return the number of visible query-key pairs of one sample whose query is on ``rank``."""
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))
     # For each piece: the pairs of the sequence up to its end minus the pairs of the sequence up to its start.
@@ -141,17 +131,14 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Numbers of tokens per sample that this rank sends to and receives from each rank in an all-to-all."""
+    """Number of tokens per sample that this rank exchanges with each rank in an all-to-all."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
 
 
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
-    """Return the operations (such as sends) of ``rank`` in one ring attention, in the order of execution.
-
-    ``visited[r]``: ranks that use the keys of rank r, starting with r.
-    """
+    """Return the sends, receives and computations of ``rank`` in one ring attention, in order of execution."""
     # A rank sends keys to the next rank while it computes with them. In a backward pass, gradients follow the keys from
     # rank to rank, and return to the owner of the keys.
     steps: list[RingOperation] = []
@@ -194,10 +181,7 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 
 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
-    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
-
-    ``placed``: token ranges of a sample on each rank. Keyword-only ``back``: True for a backward pass.
-    """
+    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order."""
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     # First each rank receives all tokens of some heads. The last all-to-all returns the results.
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

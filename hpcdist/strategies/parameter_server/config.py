@@ -69,12 +69,12 @@ class ParameterServerConfig:
 
     @property
     def own_steps(self) -> str:
-        """Setting that lets workers step independently, such as "parameter_server.consistency = 'asp'", or ""."""
+        """Setting that lets workers step independently, as text, or "" in lock-step."""
         return own_steps(self.consistency, self.staleness, self.backup_workers)
 
     @property
     def bound(self) -> float:
-        """Number of steps that a worker may be ahead of the slowest worker; infinity means no limit."""
+        """Number of steps that a worker may be ahead of the slowest worker; infinity: no limit."""
         return {"bsp": 0, "ssp": self.staleness, "asp": math.inf}[self.consistency]
 
     @property
@@ -90,10 +90,7 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the recipe setting that makes workers step independently, or "" if workers run in lock-step. Local.
-
-    Example: "parameter_server.consistency = 'asp'".
-    """
+    """Return the recipe setting by which workers step independently, as text, or "" in lock-step. Local."""
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)
