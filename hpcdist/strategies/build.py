@@ -207,7 +207,7 @@ def prove(
 ) -> Proof | None:
     """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective."""
     if context.world.size > PROVEN_RANKS:
-        return None
+        return None  # too many lists to gather
     inside = None if context.context is None else context.context.messages(context.context.window)
     written = context.world.allgather_object(pickle.dumps((steps, inside)))  # pickled: only rank 0 unpickles the lists
     verdict: Proof | ScheduleError | None = None

@@ -40,7 +40,7 @@ class CandidateTiming:
 
     name: str
     seconds: float
-    codec_s: float
+    codec_s: float  # seconds of encoding and decoding
 
     def __str__(self) -> str:
         codec = f" ({self.codec_s * 1e3:.2f} of it encoding and decoding)" if self.name != NONE else ""
@@ -52,7 +52,7 @@ class CompressionDecision:
     """Gradient compressor that a run uses, and the reason for this choice."""
 
     name: str
-    source: str
+    source: str  # "recipe", "checkpoint", "measured" or "default"
     rows: tuple[CandidateTiming, ...] = ()  # dense first
     bucket_bytes: int = 0
     note: str = ""

@@ -41,8 +41,8 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 class CodedUnit:
     """One tensor in a compressed message."""
 
-    where: Range
-    place: Range
+    where: Range  # flat parameter range of the tensor
+    place: Range  # byte range in the message
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class GradientCoder:
     def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
         self.layout, self.compressor = layout, compressor
         self.feedback: ErrorFeedback | None = None  # compression errors; None: no error feedback
-        # Before each step, the caller sets `step` to a number that is unique in the run.
+        # They select the random stream. Before each step, the caller sets `step` to a number unique in the run.
         self.seed, self.rank, self.step = seed, rank, 0
         self.message = lru_cache(maxsize=None)(self._message)
 

@@ -19,7 +19,7 @@ class PrefetchCounts:
 
     hits: int = 0
     misses: int = 0
-    exposed_s: float = 0.0
+    exposed_s: float = 0.0  # seconds that the rank spent to start the gathers and to wait for them
 
 
 class BackgroundCollectives:

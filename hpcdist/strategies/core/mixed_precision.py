@@ -97,9 +97,9 @@ class DynamicLossScale(FixedLossScale):
     """Loss scale that grows after many steps without overflow, and shrinks after overflows."""
 
     scale: float = INITIAL_SCALE
-    interval: int = 2000
-    hysteresis: int = 2
-    least: float = MINIMUM_SCALE
+    interval: int = 2000  # steps without overflow after which the scale doubles
+    hysteresis: int = 2  # consecutive overflows from which each overflow halves the scale
+    least: float = MINIMUM_SCALE  # the scale never falls below it
     grown: int = 0  # steps since the last overflow or change of scale
     stuck: int = 0  # consecutive overflows at scale ``least``
 

@@ -16,9 +16,9 @@ from hpcdist.arrays.ranges import Range
 class StagePlacement:
     """Assignment of model chunks (ranges of layers) to pipeline ranks."""
 
-    chunks: tuple[range, ...]
-    ranks: tuple[int, ...]
-    skips: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[range, ...]  # in model order; embedding and head are layers too
+    ranks: tuple[int, ...]  # ranks[i] computes chunks[i]
+    skips: tuple[tuple[int, int], ...] = ()  # skip connections: (layer, later layer that uses its output)
 
     def __post_init__(self) -> None:
         assert len(self.chunks) == len(self.ranks) > 0, "one rank for each chunk"

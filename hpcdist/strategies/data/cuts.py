@@ -43,12 +43,13 @@ class Cuts:
         self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
-        self.comms = [self._between(inner, outer) for inner, outer in self._blocks]  # None: a single rank
+        # comms[k]: ranks that divide range k of `cuts` into range k + 1. None: a single rank
+        self.comms = [self._between(inner, outer) for inner, outer in self._blocks]
         self.sharers = self._between(1, degrees.optimizer)  # ranks that together update each layer once
         self.replicas = self._between(degrees.optimizer, context.data.size)  # ranks that update the same ranges
         self.algorithm = _alike(context)
         self._sharding = self._choose_sharding(context)
-        self.cuts: dict[int, list[Range]] = {}
+        self.cuts: dict[int, list[Range]] = {}  # by layer: the layer, its parameter and gradient shards, updated range
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, relative to its range
         for unit, whole in context.ranges.items():
             layer = context.model.stages[unit].layer

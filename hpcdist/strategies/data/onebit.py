@@ -57,7 +57,7 @@ LEAST: Final = 1 << 12  # smallest number of elements in a chunk of a single ten
 class ScaleGroup:
     """Tensors that are quantised together."""
 
-    tensors: tuple[tuple[Segment, Range], ...]
+    tensors: tuple[tuple[Segment, Range], ...]  # (tensor, its flat parameter range), in order
 
     @property
     def size(self) -> int:

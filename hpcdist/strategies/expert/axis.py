@@ -75,11 +75,11 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
     return [Range(int(start), int(stop)) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
+def algorithm_for(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
     """Return the name of the all-to-all algorithm to use over ``comm``. Collective."""
     is_one_node = comm.nodes().count == 1
-    if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):
-        return chosen if chosen in ALL_TO_ALL else "pairwise"
+    if settled and not (gradient_algorithm == NODE_SHARED and is_one_node and on == "cpu"):
+        return gradient_algorithm if gradient_algorithm in ALL_TO_ALL else "pairwise"
     if not is_one_node:
         return "hierarchical"
     return NODE_SHARED if on == "cpu" else "native"

@@ -20,20 +20,21 @@ WORTH_ROWS: Final = 64  # rows that each lent expert must save on the busiest ra
 TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in ("weight", "bias"))
 
 
-def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
+def divide(rows_per_expert: np.ndarray, ranks: int, min_saved_rows: int) -> np.ndarray:
     """Assign experts to ``ranks`` ranks with balanced numbers of token rows. Return the rank of each expert."""
     # Each rank starts with equally many consecutive experts. Then the busiest rank repeatedly gives an expert to the
     # least busy rank, or swaps two experts with it.
-    at: np.ndarray = np.arange(loads.size) * ranks // loads.size
+    at: np.ndarray = np.arange(rows_per_expert.size) * ranks // rows_per_expert.size
     for _ in range(2 * ranks):
-        rows = np.bincount(at, loads, ranks).astype(np.int64)
+        rows = np.bincount(at, rows_per_expert, ranks).astype(np.int64)
         busy, idle = int(rows.argmax()), int(rows.argmin())
         gap = rows[busy] - rows[idle]
         from_busy, from_idle = np.flatnonzero(at == busy), np.flatnonzero(at == idle)
-        moved = loads[from_busy][:, None] - np.concatenate([[0], loads[from_idle]])  # (lent, none or taken in return)
+        returned = np.concatenate([[0], rows_per_expert[from_idle]])  # nothing, or one expert taken in return
+        moved = rows_per_expert[from_busy][:, None] - returned
         gains = gap - np.abs(gap - 2 * moved)  # twice the rows saved on the busier of both
-        gains[:, 0] -= 2 * worth
-        gains[:, 1:] -= 4 * worth
+        gains[:, 0] -= 2 * min_saved_rows
+        gains[:, 1:] -= 4 * min_saved_rows
         first, second = np.unravel_index(int(gains.argmax()), gains.shape)
         if gains[first, second] <= 0:
             break
@@ -48,6 +49,7 @@ class Division:
 
     def __init__(self, counts: np.ndarray, at: np.ndarray, parameters: Parameters) -> None:
         ranks, experts = counts.shape  # of ``parameters``, only shapes and dtype are used
+        # counts[r, e]: rows of rank r for expert e; at[e]: rank that computes expert e
         self.counts, self.at, self.each = counts, at, experts // ranks
         self.experts = [np.flatnonzero(at == rank).tolist() for rank in range(ranks)]
         owner = np.arange(experts) // self.each

@@ -156,8 +156,8 @@ class AsynchronousServerExchange(Exchange):
         """Handle the requests that have arrived from other ranks, without waiting for more. Local."""
         self._channel.serve()
 
-    def weigh(self, samples: int, batch: int) -> int:
-        """Return the divisor of this worker's gradient of ``samples`` samples: ``samples``. Local."""
+    def weigh(self, samples: int, global_samples: int) -> int:
+        """Return the number that divides this worker's gradient: the worker's ``samples``. Local."""
         return samples
 
     def pull(self, op: Operation) -> None:
@@ -239,10 +239,10 @@ class AsynchronousServerExchange(Exchange):
         self.meetings.meet()
         self.together = True
 
-    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+    def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
         """Record the progress of training in a pause. ``clocks``: step count of each worker. Local."""
         self.clocks, self.updates = list(clocks), updates
-        self.meetings.settle(calls)
+        self.meetings.settle(pause_requests)
 
     def plan_rendezvous(self, clock: int) -> None:
         """Plan a pause when every worker has completed ``clock`` steps; 0 cancels the plan. Local."""

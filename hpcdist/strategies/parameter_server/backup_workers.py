@@ -90,10 +90,10 @@ class BackupExchange(AsynchronousServerExchange):
         self._weight = (0, 1)
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
-    def weigh(self, samples: int, batch: int) -> int:
-        """Return the divisor of this worker's gradient: ``batch``, the samples of all workers."""
-        self._weight = samples, batch
-        return batch
+    def weigh(self, samples: int, global_samples: int) -> int:
+        """Return the divisor of this worker's gradient: ``global_samples``, the samples of all workers."""
+        self._weight = samples, global_samples
+        return global_samples
 
     def begin_update(self, scale: float) -> None:
         """Do nothing with the clipping factor ``scale``, because the servers clip the mean gradient."""
@@ -193,9 +193,9 @@ class BackupExchange(AsynchronousServerExchange):
     def _told(self, what: ControlFields) -> None:
         self.clock, self.taken = what.clock, not what.dropped
 
-    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+    def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
         """Set the step counts of all workers to the number of server ``updates``, in a pause. Collective."""
-        super().leave([updates] * len(clocks), updates, calls)
+        super().leave([updates] * len(clocks), updates, pause_requests)
         if self._quorum is not None:
             self._quorum.convene(updates)
         # A worker has fewer steps: all workers receive the newest parameters.

@@ -156,8 +156,8 @@ class AsynchronousExchange(AsynchronousServerExchange):
     def _factor(self, staleness: int) -> float:
         return 1.0 / max(1, staleness) if self._aware else 1.0
 
-    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        super().leave(clocks, updates, calls)
+    def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
+        super().leave(clocks, updates, pause_requests)
         clock_of = dict(zip(self.roles.workers, self.clocks, strict=True))
         assert self.shard is None or self.seen == clock_of, (
             f"server {self.rank} has applied pushes {self.seen}, but the clocks are {clock_of}"

@@ -83,7 +83,7 @@ class ControlChannel:
 
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
         """Wait for a control message and handle it."""
-        if alone:
+        if alone:  # in one blocking receive, with the usual timeout; else in a loop that calls ``look``
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
             return
         pause = SHORTEST_S
@@ -195,9 +195,9 @@ class Rendezvous:
         self.called = self.due = self._gathered = self._has_called = False
         self._held += 1
 
-    def settle(self, calls: int) -> None:
+    def settle(self, pause_requests: int) -> None:
         """Wait until this rank's control messages have been received, in a pause. Local."""
-        while self._rank == self._first and sum(self._taken[held] for held in range(self._held)) < calls:
+        while self._rank == self._first and sum(self._taken[held] for held in range(self._held)) < pause_requests:
             self._channel.take(ControlKind.CALL)
         self._channel.settle()
 

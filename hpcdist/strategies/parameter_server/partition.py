@@ -29,7 +29,7 @@ class Roles:
 
     @classmethod
     def of(cls, config: ParameterServerConfig, world: int) -> "Roles":
-        """Return the roles of ``world`` ranks. Raises ConfigurationError without a worker in every update."""
+        """Return the roles of ``world`` ranks. Raises ConfigurationError if there are too few ranks."""
         roles = cls._of(config, world)
         workers, backup = len(roles.workers), config.backup_workers
         if backup >= workers:
@@ -75,7 +75,7 @@ class KeyPartition:
     """Assignment of ranges of the flat parameter vector to servers."""
 
     keys: tuple[Range, ...]
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # owners[i]: server of the range keys[i]
     servers: int
 
     @property

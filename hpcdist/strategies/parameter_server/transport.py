@@ -78,11 +78,11 @@ class PartialSums:
         self._lies = [gradients if at is None else slots[at] for at in node_slots]
         self._slots = slots
 
-    def add(self, shard: int, part: Range) -> None:
+    def add(self, microbatch: int, part: Range) -> None:
         """Add the gradients of one micro-batch in the flat range ``part`` to the partial sums."""
-        if shard >= len(self._steps):
+        if microbatch >= len(self._steps):
             return
-        depth, joins, stays = self._steps[shard]
+        depth, joins, stays = self._steps[microbatch]
         values = self._gradients.range(part)
         if not joins and not stays:
             self._slots[depth].range(part)[...] = values

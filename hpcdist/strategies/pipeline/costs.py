@@ -56,9 +56,9 @@ class PassSeconds:
     """Seconds of each pass of one model layer over a micro-batch."""
 
     forward: float
-    backward: float
-    input: float
-    weight: float
+    backward: float  # unsplit backward pass
+    input: float  # input-gradient half of a split backward pass
+    weight: float  # weight-gradient half
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
@@ -180,7 +180,7 @@ class TensorSplit:
     """Sharding of a layer's arrays over ``ranks`` tensor-parallel ranks."""
 
     ranks: int = 1
-    by_tokens: bool = False
+    by_tokens: bool = False  # sequence parallelism: activations between these layers are split by tokens
 
     def of(self, elements: int) -> int:
         """Return the shard size of an array of ``elements`` elements, rounded up."""

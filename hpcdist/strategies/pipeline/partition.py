@@ -44,15 +44,15 @@ class StagePartition:
 
 
 def search(
-    seconds: Sequence[float],
-    ranks: Sequence[int],
+    layer_seconds: Sequence[float],
+    rank_of_chunk: Sequence[int],
     speeds: Sequence[float],
     limits: Sequence[int],
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
     """Return the fastest partition of a model's layers into chunks, or None if none fits into memory. Local."""
-    task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
+    task = _Task(tuple(layer_seconds), tuple(rank_of_chunk), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
     best: tuple[float, tuple[int, ...]] | None = None
     for first in (task.counted(), task.even()):
@@ -260,13 +260,13 @@ class StageDevices:
 
 
 def partition(
-    seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
+    layer_seconds: Sequence[float], rank_of_chunk: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
     """Return the fastest partition of a model on ``devices``, or None if none fits into memory. Local."""
-    assert len(seconds) >= len(ranks) > 0
-    if len(set(ranks)) == len(ranks):
-        return _contiguous(seconds, ranks, devices, memory)
-    return search(seconds, ranks, devices.speeds, devices.limits, memory)
+    assert len(layer_seconds) >= len(rank_of_chunk) > 0
+    if len(set(rank_of_chunk)) == len(rank_of_chunk):
+        return _contiguous(layer_seconds, rank_of_chunk, devices, memory)
+    return search(layer_seconds, rank_of_chunk, devices.speeds, devices.limits, memory)
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:

@@ -121,7 +121,7 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the number of micro-batches per group in interleaved 1F1B, at least ``ranks`` if possible."""
+    """Return the smallest group size of interleaved 1F1B for which no group has fewer than ``ranks`` micro-batches."""
     # A rank runs a whole group of micro-batches through one chunk before its next chunk. The last group may be smaller.
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)

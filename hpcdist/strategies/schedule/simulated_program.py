@@ -25,8 +25,8 @@ from hpcdist.strategies.core.operations import COMPUTE
 class LinkCost:
     """Cost of a message: seconds that it occupies the link, and latency."""
 
-    latency_s: float = 0.0
-    carries_s: float = 0.0
+    latency_s: float = 0.0  # from the end of ``carries_s`` to the arrival
+    carries_s: float = 0.0  # the message occupies the link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class StepCosts:
     """Seconds of each pass over one micro-batch, by model layer, and the cost of a message."""
 
     forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    input_s: Sequence[float]
-    weight_s: Sequence[float]
+    backward_s: Sequence[float]  # unsplit backward pass
+    input_s: Sequence[float]  # input-gradient half of a split backward pass
+    weight_s: Sequence[float]  # weight-gradient half
     link: LinkCost = LinkCost()
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ CODES: Final = dict(zip(COMPUTE, range(4), strict=True))  # of passes
 class Program:
     """Operations of all ranks for the simulator."""
 
-    starts: np.ndarray  # (ranks + 1,)
+    starts: np.ndarray  # (ranks + 1,): rank r has the operations starts[r]:starts[r + 1]
     code: np.ndarray  # (entries,), int8
     target: np.ndarray  # (entries,), message number, -1 for WORK
     seconds: np.ndarray  # (entries,)

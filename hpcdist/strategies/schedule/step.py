@@ -231,10 +231,10 @@ class NanFinder:
         self._awake = False
         return self._found
 
-    def look(self, what: str, values: Scalar) -> None:
-        """Search ``values``, which an error message calls ``what``."""
+    def look(self, name: str, values: Scalar) -> None:
+        """Search ``values`` for NaN and infinity. ``name``: their name in the error message."""
         if self._awake and self._found is None and not _finite(values):
-            self._found = what
+            self._found = name
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
         """Search the gradients in the flat range ``part`` of ``store``."""

@@ -23,12 +23,12 @@ from hpcdist.strategies.schedule.step import NanFinder
 NODE_SHARED: Final = "node_shared"
 
 
-def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
+def algorithm_on(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
     """Return the name of the algorithm for allreduces of activations over ``comm``. Collective."""
     # If the recipe names no algorithm, ranks on CPUs that can share memory use "node_shared".
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return NODE_SHARED
-    return suited(comm, chosen)
+    return suited(comm, gradient_algorithm)
 
 
 def suited(comm: Communicator, algorithm: str) -> str:
@@ -138,7 +138,7 @@ class SequenceBorders(Borders):
         assert context >= axis.size
 
     def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:
-        """Yield (row slice of ``y``, sample, token position) for each sample with local tokens. Local."""
+        """Yield (row slice of ``y``, sample, first token position) for each run of consecutive tokens. Local."""
         first, row = self.first_token(y), 0
         while row < y.shape[0]:
             sample, token = divmod(first + row, self.context)

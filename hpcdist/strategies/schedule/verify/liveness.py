@@ -210,7 +210,7 @@ def gathered_peak(program: RankProgram) -> int:
 
 
 def activation_peak(program: RankProgram) -> tuple[Peak, int]:
-    """Return the `Peak` of micro-batches in progress, and of micro-batches with activations in memory."""
+    """Return (`Peak` of micro-batches in progress, largest number of them with activations in memory)."""
     # The second result excludes micro-batches whose activations were freed and are not recomputed yet.
     chunks = program.place[0].of(program.place[1]) if program.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
