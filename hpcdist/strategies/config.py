@@ -85,11 +85,7 @@ def resolve_context_method(method: str, ranks: int, query_heads: int, key_heads:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Section ``[parallel]``: the layout of the work over the ranks.
-
-    The product of the axis degrees is the number of ranks. With ``data = 0``, the data degree follows from the others.
-    ``expert`` consecutive replicas divide the experts of each layer.
-    """
+    """Section ``[parallel]``: the layout of the work over the ranks."""
 
     data: int = key(0, "Number of data ranks (replicas of the model). 0: all ranks that the other degrees leave.", ge=0)
     pipeline: int = key(1, "Pipeline ranks, each of which holds a part of the model.", ge=1)
@@ -140,7 +136,7 @@ class ParallelConfig:
 
     @property
     def has_roles(self) -> bool:
-        """True for a parameter server, in which each rank is a server, a worker or both."""
+        """True if ranks have different roles: parameter server, worker or both."""
         return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property

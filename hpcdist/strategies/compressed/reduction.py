@@ -112,7 +112,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Pair of means per gradient value and rank: number of encodings, number of decodings."""
+        """Mean number of (encodings, decodings) per gradient value on a rank."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""

@@ -144,7 +144,7 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Yield (rank, keys and values, gradients to fill or None, poll function) for each visible rank. Collective."""
+        """Yield (rank, keys, gradients to fill or None, poll function) per rank whose keys are needed. Collective."""
         # This rank comes first, with gradients None; in a forward pass, gradients are always None. After the last round
         # of a backward pass, the buffer `operations.HOME` has the other ranks' summed gradients of ``local_block``.
         axis, blocks = self._axis, {"keys0": local_block}

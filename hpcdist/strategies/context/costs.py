@@ -101,7 +101,7 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return a dict from scratch buffer to its number of elements that context parallelism adds on a rank."""
+    """Return the number of elements of each scratch buffer of context parallelism on a rank, keyed by name."""
     local_tokens = share.samples * share.most_tokens
     if method == "ring":
         block = local_tokens * 2 * -(-share.shared // head_parts(share)) * share.size

@@ -37,7 +37,7 @@ class BackgroundCollectives:
         self._fetched = PrefetchCounts()
 
     def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
-        """Start to allreduce ``gradients`` in place. `wait` takes the same ``key``."""
+        """Start to allreduce ``gradients`` in place. Call `wait` with the same ``key``."""
         with self._exposed():
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
@@ -52,7 +52,7 @@ class BackgroundCollectives:
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters`` in place: rank r sends ``shares[r]``. ``key``: for `wait_gather`."""
+        """Start to all-gather ``parameters`` in place: rank r sends ``shares[r]``. Then call `wait_gather`."""
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
@@ -72,7 +72,7 @@ class BackgroundCollectives:
             self._progress.progress()
 
     def drain(self) -> None:
-        """Wait for all collectives in flight. Each still needs `wait` or `wait_gather`."""
+        """Wait until all collectives in flight are complete. The caller must still wait for each key."""
         with self._exposed():
             for handle in self._in_flight.values():
                 handle.wait()

@@ -140,7 +140,7 @@ class Exchange:
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return "spectral_gap" and "consensus_distance", or {} if replicas never differ. Local."""
+        """Return a dict of "spectral_gap" and "consensus_distance", or {} if replicas never differ. Local."""
         return {}
 
     def applied_gradients(self) -> Iterable[Array]:
@@ -162,7 +162,7 @@ class Exchange:
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Read the checkpoint scalars ``state``. Return the kinds of arrays that may be missing. Local."""
+        """Read the checkpoint scalars ``state``. Return the kinds of arrays that it may lack. Local."""
         return ()
 
     def wanted(self) -> Sequence[Piece]:
@@ -199,7 +199,7 @@ def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
 
 
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
-    """Return views of all tensors in the flat ranges ``parts``, as checkpoint pieces. ``stores``: store by kind."""
+    """Return checkpoint pieces: views of all tensors in the flat ranges ``parts``. ``stores``: store by kind."""
     return [
         Piece.of(kind, segment, touched, store.contents(touched))
         for kind, store in stores.items()

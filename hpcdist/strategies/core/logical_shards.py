@@ -53,7 +53,7 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 
 
 class LogicalShards:
-    """Fixed division of the global batch into ``count`` shards, for the same bits on any number of ranks."""
+    """Fixed division of the global batch into ``count`` shards, for equal bits on any number of ranks."""
 
     def __init__(self, context: RankContext, count: int) -> None:
         self.count = count
@@ -88,7 +88,7 @@ class LogicalShards:
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if the ranks that saved ``state`` rounded differently. Local."""
+        """Raise ConfigurationError if floating-point rounding was different on the ranks that saved ``state``."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(

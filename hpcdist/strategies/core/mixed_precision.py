@@ -37,7 +37,7 @@ class NoLossScale:
     skips_overflow = False  # whether a non-finite gradient skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True if ``step`` may update. Raises NonFiniteError if the gradient ``norm`` is not finite."""
+        """Return True: ``step`` may update. Raises NonFiniteError if the gradient ``norm`` is not finite."""
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True

@@ -182,7 +182,7 @@ class RankContext:
 
 
 def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) -> Iterator[Range]:
-    """Divide the flat range ``within`` into ranges of whole layers. Yield the last range first."""
+    """Divide ``within`` into ranges of whole layers, each of at least ``least_size`` elements. Yield the last first."""
     stop = within.stop
     for layer in sorted(filter(within.intersect, layers), reverse=True):
         if stop - layer.start >= least_size or layer.start == within.start:
@@ -201,7 +201,7 @@ def buckets_of_layers(
 
 
 def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
-    """Return the communication buckets of this rank's layers, in backward order. ``itemsize``: bytes. Local."""
+    """Return the communication buckets of this rank's layers, in backward order. ``itemsize``: bytes per element."""
     units = [*context.ranges.values()]
     return [
         bucket

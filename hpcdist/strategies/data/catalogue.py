@@ -187,7 +187,7 @@ def zero(
     shards: LogicalShards | None = None,
     compression: Compression = NO_COMPRESSION,
 ) -> DataExchange:
-    """Return the strategy ZeRO of ``stage`` 1, 2 or 3. Collective over the world. Raises ConfigurationError."""
+    """Return the strategy ZeRO of ``stage`` 1, 2 or 3, or raise ConfigurationError. Collective over the world."""
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 
 

@@ -136,7 +136,7 @@ class CodedSum(Sum):
 
 
 class LocalGradients(Reducer):
-    """Base class of reducers that apply the momentum in place of the optimizer."""
+    """Base class of reducers that apply the momentum themselves, in place of the optimizer."""
 
     def __init__(self, context: RankContext, update: ShardedUpdate, buckets: Sequence[Range]) -> None:
         super().__init__(update)

@@ -36,14 +36,14 @@ OPTIMIZER: Final = 3
 
 
 class Cuts:
-    """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world."""
+    """Nested ranges of each layer: whole layer (level 0), parameter shard, gradient shard, updated range (level 3)."""
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
         self.degrees = degrees
         self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
-        # comms[k]: ranks that divide range k of `cuts` into range k + 1. None: a single rank
+        # Construction is collective over the world. comms[k]: ranks that divide range k into range k + 1, or None
         self.comms = [self._between(inner, outer) for inner, outer in self._blocks]
         self.sharers = self._between(1, degrees.optimizer)  # ranks that together update each layer once
         self.replicas = self._between(degrees.optimizer, context.data.size)  # ranks that update the same ranges

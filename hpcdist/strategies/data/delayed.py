@@ -99,7 +99,7 @@ class DelayedExchange(DataExchange):
             self._in_flight.remove(key)
 
     def norm_squared(self) -> float:
-        """Return the contribution of this rank to the squared norm of the pending gradient, or 0 without one."""
+        """Return this rank's summand of the squared norm of the pending gradient; 0 if none is pending."""
         return super().norm_squared() * self._pending_correction**2 if self._is_pending else 0.0
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:

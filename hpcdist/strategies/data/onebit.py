@@ -87,7 +87,7 @@ class ScaleGroup:
             store.range(where)[...] = values[place.slice]
 
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
-        """Yield checkpoint pieces of ``array``, whose elements have positions ``within`` in the result of `gather`."""
+        """Yield checkpoint pieces of ``array``, the elements ``within`` of the result of `gather`."""
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
             common_places = place.intersect(within)
@@ -166,7 +166,7 @@ class OneBit(LocalGradients):
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
     def norm_squared(self) -> float:
-        """Return this rank's contribution to the squared norm of the gradients, summed only in the warm-up."""
+        """Return this rank's summand of the squared gradient norm (after the warm-up: of local gradients)."""
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:

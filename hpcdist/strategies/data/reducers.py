@@ -67,7 +67,7 @@ class Reducer:
         return squared if self.counts else 0.0
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Return the factor by which the update multiplies gradients. ``correction``: part of ``scale``. Local."""
+        """Return the factor by which the update multiplies the gradients, by default ``scale``. Local."""
         self.feedback.keep()
         return scale
 

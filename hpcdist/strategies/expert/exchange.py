@@ -163,7 +163,7 @@ def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
 
 
 class JoinedStore:
-    """Two stores used as one: dense tensors at lower flat offsets, experts at higher flat offsets."""
+    """Store of all tensors that consists of a store of dense tensors and a store of experts."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border

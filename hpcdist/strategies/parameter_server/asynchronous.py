@@ -140,7 +140,7 @@ class AsynchronousServerExchange(Exchange):
         return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return ``operations``; on a server, with a call of `serve` after each forward or backward pass."""
+        """Return ``operations``; on a server, add a call of `serve` after each pass of a layer."""
         if self.shard is None:
             return list(operations)
         look = [Operation(Kind.COLLECT)]
@@ -180,7 +180,7 @@ class AsynchronousServerExchange(Exchange):
 
     @contextmanager
     def unpushed(self) -> Iterator[None]:
-        """Return a context manager that computes a failed step again without sending gradients. Local."""
+        """Return a context manager in which this rank sends no gradients, to repeat a failed step. Local."""
         for server in self.roles.servers:
             if server != self.rank:
                 self._channel.tell(server, ControlKind.DROP)
@@ -277,7 +277,7 @@ class AsynchronousServerExchange(Exchange):
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return ``values``, in a pause summed over the world (collective)."""
+        """Return ``values``; in a pause, first sum them over the world (collective)."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values

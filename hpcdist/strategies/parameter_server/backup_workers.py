@@ -23,7 +23,7 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT
 
 
 class Quorum:
-    """Decisions of the first server which workers' gradients to apply and which to drop. Local."""
+    """Decisions of the first server about which workers' gradients to apply and which to drop. Local."""
 
     # ``decision.workers`` of a `ControlFields` lists the workers whose gradients are applied, or dropped if
     # ``decision.dropped``. All servers follow. The applied sum is multiplied by ``decision.scale``.

@@ -49,7 +49,7 @@ class ReceiveQueue:
         self.begun = False
 
     def begin(self) -> None:
-        """Post a receive into each buffer, unless already posted."""
+        """Post a receive into each buffer, unless the receives are already posted."""
         if not self.begun:
             self.begun, self._taken = True, 0
             self._requests = [self._post(index) for index in range(len(self._buffers))]

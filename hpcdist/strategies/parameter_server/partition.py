@@ -61,7 +61,7 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of all workers, or on a dedicated server of all such servers. Collective."""
+        """Return the communicator of all workers; on a dedicated server, of all dedicated servers. Collective."""
         part = world.split(int(world.rank not in self.workers), world.rank, "role")
         assert part is not None
         return part
@@ -100,7 +100,7 @@ class KeyPartition:
 def partition_keys(
     layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None
 ) -> KeyPartition:
-    """Return the assignment of parameters to servers. Raises ConfigurationError for too many servers."""
+    """Return the assignment of parameter ranges to servers. Raises ConfigurationError for too many servers."""
     # With ``whole``, no tensor is split. ``within``: ranges of the flat vector to assign, by default all.
     if whole:
         return _uncut(layout, servers)

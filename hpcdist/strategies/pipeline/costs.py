@@ -74,7 +74,7 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return the median of each layer's pass times, converted to a device of speed 1. Collective over ``comm``."""
+    """Return the median over ``comm`` of each layer's pass times, converted to a device of speed 1. Collective."""
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
     return tuple(PassSeconds(*map(float, row)) for row in middle)

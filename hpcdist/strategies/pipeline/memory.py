@@ -28,7 +28,7 @@ IN_MESSAGES: Final = 2  # buffers per kind of message
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Numbers of micro-batches whose arrays a pipeline chunk keeps in memory at the same time."""
+    """Numbers of micro-batches whose arrays a pipeline chunk has in memory at the same time."""
 
     inputs: int = 0  # with a stored input
     kept: int = 0  # with activations for the backward pass
@@ -132,7 +132,7 @@ class StageMemory:
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return the memory use of `on`, in bytes by category, such as "activations"."""
+        """Return the memory use of ``rank`` in bytes by category, such as "activations". Arguments as in `on`."""
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]
         activations: Any = 0

@@ -58,7 +58,7 @@ class PartitionPlan:
 
     @property
     def balance(self) -> float:
-        """Mean busy fraction of the ranks if the slowest rank never waits."""
+        """Mean busy fraction of the ranks if the slowest rank never waits, an upper bound for all schedules."""
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
@@ -94,7 +94,7 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the model does not fit."""
+    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the layers do not fit."""
     # ``seconds``: measured times of each layer. ``earlier_units``: layers of each stage in a checkpoint, to be kept.
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)

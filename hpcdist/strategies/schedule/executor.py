@@ -140,7 +140,7 @@ class Executor:
         return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
-        """Compute a failed step again; return a text about this rank's first non-finite value, or None. Collective."""
+        """Repeat a failed step without update; return a text about the first non-finite value, or None. Collective."""
         self._watch.begin(self.exchange.parameters)
         self._compute(operations, batches)
         self._stages.neighbours.finish()

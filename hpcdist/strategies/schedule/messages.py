@@ -107,7 +107,7 @@ class StageMessages:
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Copy ``dx``, the input gradient of layer ``unit``, and return the copy until `forget_gradient`."""
+        """Return a copy of ``dx``, the input gradient of layer ``unit``. `forget_gradient` frees the copy."""
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy
@@ -125,7 +125,7 @@ class StageMessages:
         self._send_copy(GRADIENT_OUT, op, dx)
 
     def poll(self) -> None:
-        """Make progress on the messages in flight."""
+        """Make progress on the messages in flight, without waiting."""
         for request, _ in self._posted.values():
             request.test()
         self._reap()

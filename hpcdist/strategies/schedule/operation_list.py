@@ -108,7 +108,7 @@ def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> 
 
 
 def dump(written: ScheduleText, comment: str = "") -> str:
-    """Return the text of a schedule file, for `read`, with ``comment`` at the top."""
+    """Return ``written`` as text of a schedule file, with ``comment`` at the top. `read` is the inverse."""
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [f"placement = {written.placement}", f"chunks = {written.chunks}"]
     for steps in written.passes:
@@ -153,7 +153,7 @@ def compute_operations(
     *,
     recompute: bool = False,
 ) -> list[Operation]:
-    """Return the compute and message operations of pipeline rank ``rank`` in one step."""
+    """Return the passes and messages of pipeline rank ``rank`` in one step, as operations."""
     if isinstance(schedule, str):
         chunks = len(placement.chunks) // placement.stages
         passes = SCHEDULES[schedule].passes(rank, placement.stages, microbatches, chunks)

@@ -74,7 +74,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
-    """Return the operations of ``rank`` for its ``passes``, with pipeline messages."""
+    """Return the operations of ``rank``: its ``passes`` and their pipeline messages."""
     # With ``recompute``, a chunk keeps only the input of each micro-batch, and runs forward again before the backward
     # pass.
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"

@@ -71,7 +71,7 @@ FILE: Final = "file"  # a schedule read from a file
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Built-in pipeline schedule: its passes and its limits."""
+    """Built-in pipeline schedule: its passes, peak memory, and supported numbers of chunks and micro-batches."""
 
     # ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks).
     passes: Callable[[int, int, int, int], Passes]
@@ -133,7 +133,7 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank with the schedule ``name``. Raises ConfigurationError."""
+    """Return the number of model chunks per rank. Raises ConfigurationError if ``name`` does not support ``chunks``."""
     # The recipe's default ``chunks`` = 1 selects the schedule's maximum, if there is a maximum.
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
@@ -150,7 +150,7 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Return `chunks_of`, or raise ConfigurationError if the schedule ``name`` does not support the numbers."""
+    """Return `chunks_of`, or raise ConfigurationError if the schedule ``name`` does not support these numbers."""
     if name == FILE:
         return chunks
     if name not in SCHEDULES:

@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Storage and exchange of the outputs and gradients of skip connections. Only `send_*` communicate."""
+    """Outputs and gradients of skip connections, stored and exchanged. Only methods ``send_*`` communicate."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -140,7 +140,7 @@ class Stages:
         draw: Draw | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Prepare to execute ``operations``. Without ``draw``, which selects dropout masks, this is an evaluation."""
+        """Prepare to execute ``operations``. ``draw`` selects the dropout masks; None means evaluation."""
         axis = self._context.context
         cut = (lambda whole: whole) if axis is None else axis.cut
         inputs = [unpacked(x, cut) for x, _ in batches]

@@ -92,7 +92,7 @@ class StepObserver:
         """Called before step ``number``. ``sizes``: samples per micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Called after the backward operation ``op`` of ``step``. Does nothing by default."""
+        """Called after the backward operation ``op``."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
         """Called before ``op`` exchanges this rank's complete gradients of the flat range ``op.part``."""
@@ -172,7 +172,7 @@ class ProfilerRanges(Protocol):
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return a context manager that opens a profiler range and closes it even on errors. Ranges may nest. Local."""
+        """Return a context manager that opens a profiler range, and closes it even after errors."""
 
 
 _NOTHING: Final = nullcontext()
@@ -199,7 +199,7 @@ def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
 
 
 class OperationRanges(StepObserver):
-    """Observer that runs every operation within a profiler range named after the operation type. Local."""
+    """Step observer that runs each operation in a profiler range named after the type of the operation. Local."""
 
     def __init__(self, ranges: ProfilerRanges) -> None:
         self._ranges = ranges
@@ -252,7 +252,7 @@ class NanFinder:
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop the search if the flat range ``part`` of ``store``, received from a rank, is not finite."""
+        """Stop the search if ``part``, a range of ``store`` received from another rank, is not finite."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

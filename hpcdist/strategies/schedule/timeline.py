@@ -36,7 +36,7 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as an integer array with the rows pass type, micro-batch and local model chunk. Local."""
+    """Return ``passes`` as an integer array with the rows type, micro-batch and local model chunk. Local."""
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)
@@ -198,7 +198,7 @@ class StepTimeline:
 
     @property
     def makespan_rate(self) -> float:
-        """Mean idle fraction of the ranks, from the first to the last pass of all ranks."""
+        """Idle fraction from the first to the last pass on any rank, averaged over the computing ranks."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
@@ -274,7 +274,7 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Return the simulated timeline of each rank's operations ``steps``. Raises ScheduleError in a deadlock. Local."""
+    """Simulate the operations ``steps`` of each rank; return the timeline. Raises ScheduleError in a deadlock."""
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
@@ -282,6 +282,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Return the simulated timeline of each rank's `compact` passes. Raises ScheduleError in a deadlock."""
+    """Simulate the `compact` passes of each rank; return the timeline. Raises ScheduleError in a deadlock. Local."""
     program = program_of_passes(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

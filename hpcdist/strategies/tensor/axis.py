@@ -115,11 +115,11 @@ class Borders:
         return dy
 
     def first_token(self, y: Array) -> int:
-        """Return the index of this rank's first token in all tokens. ``y``: local activations. Local."""
+        """Return the index of this rank's first token. ``y``: activations of this rank's tokens. Local."""
         return 0
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's activations. ``whole``: shape for all tokens. Local."""
+        """Return the shape of this rank's activations, if the activations of all tokens have shape ``whole``."""
         return whole
 
 

@@ -107,7 +107,7 @@ class FailingFile(Overlay):
         self._how, self._strikes = how, strikes
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write ``data``, but inject the failure if the write passes the middle of the file."""
+        """Write ``data`` at ``offset``. A write past the middle of the file fails as planned."""
         middle = os.fstat(self._fd).st_size // 2
         if self._how != "fsync" and offset + data.nbytes > middle:
             if self._how != "fail":
@@ -148,7 +148,7 @@ class FaultPlan:
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Return True at the first call for ``fault`` in this run directory, also after a restart."""
+        """Return True if ``fault`` must happen now: at its first call in this run directory, also after restarts."""
         # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)

@@ -119,7 +119,7 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the assignment of the recipe's layers to pipeline stages, without MPI. Raises UsageError."""
+    """Return the assignment of the recipe's layers to pipeline stages, without MPI. Raises UsageError for one stage."""
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
@@ -141,7 +141,7 @@ def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, l
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return the bytes of parameters, gradients and optimizer state on one of ``replicas`` ranks. Local."""
+    """Return the bytes of parameters, gradients and optimizer state on one rank, of ``replicas`` replicas."""
     # ``splits``: the schedule computes input gradients and weight gradients in separate passes.
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working

@@ -92,7 +92,7 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Return a copy of ``trainer`` with the training state of ``origin``. Collective. Raises DataError."""
+    """Return a copy of ``trainer`` with the state of ``origin``. Raises DataError for changed data. Collective."""
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
     optional = trainer.exchange.prepare_restore(optimizer_state if isinstance(optimizer_state, Mapping) else {})

@@ -75,7 +75,7 @@ class StateSource(Protocol):
         ...
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill ``pieces``. Raises StorageError for a missing one whose kind is not ``optional``. Collective."""
+        """Fill ``pieces``. Raises StorageError for a missing piece unless its kind is in ``optional``. Collective."""
         ...
 
 
@@ -115,7 +115,7 @@ def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
 def from_intact_source(
     comm: Communicator, run_dir: Path, origin: StateSource | None, take: Callable[[StateSource | None], Result]
 ) -> tuple[Result, StateSource | None]:
-    """Return ``take(origin)`` and ``origin``, or the same for an earlier checkpoint if it is damaged. Collective."""
+    """Return (result of ``take``, source), with the newest undamaged checkpoint, first ``origin``. Collective."""
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin
 
