@@ -88,7 +88,7 @@ class ContextAxis:
         return rows
 
     def wait(self, request: Request, like: Array, name: str) -> None:
-        """Wait for the MPI ``request`` on buffer ``like``; record the time span as ``name``."""
+        """Wait for the MPI ``request`` on the buffer ``like``, and record the time span as ``name``."""
         if is_device(like):  # the wait includes the computation before it
             request.wait()
         elif not request.test():

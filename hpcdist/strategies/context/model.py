@@ -104,7 +104,6 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens per expert before each local token range, and per whole sample. Collective."""
         if not len(counts):
             return super().join(counts)
         axis = self._axis

@@ -201,7 +201,6 @@ class MixedPrecisionViews(ParameterViews):
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Add the float32 gradients of model layer number ``unit`` to its stored 16-bit gradients, then free them."""
         bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
         bound.finish()
         wide = self._wide_gradients.at(layer).range(part)

@@ -180,7 +180,6 @@ class DgcCoder(GradientCoder):
         self._states = states
 
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
-        """Write the largest unsent values of the tensor ``unit`` to ``payload``. ``values`` is ignored."""
         self._states[unit.where].encode(payload)
 
 
@@ -239,7 +238,6 @@ class Dgc(LocalGradients):
         return super().begin_update(1.0, correction)  # each rank clips its own gradients
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients of ``op.range`` by the sum of the values that all ranks send."""
         gradients = self.update.gradients.range(op.part)
         for _, where in self.context.layout.within(op.part):
             values, state = gradients[where.shift(-op.part.start).slice], self._states[where]

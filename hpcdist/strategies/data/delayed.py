@@ -99,7 +99,6 @@ class DelayedExchange(DataExchange):
             self._in_flight.remove(key)
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the pending gradient; 0 if none is pending."""
         return super().norm_squared() * self._pending_correction**2 if self._is_pending else 0.0
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:

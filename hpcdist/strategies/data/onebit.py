@@ -166,7 +166,6 @@ class OneBit(LocalGradients):
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared gradient norm (after the warm-up: of local gradients)."""
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:
@@ -184,7 +183,6 @@ class OneBit(LocalGradients):
         return super().begin_update(1.0, correction)
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients of ``op.range`` by Adam's update directions."""
         groups, gradients = self.groups[op.part], self.update.gradients
         for group, adam in groups:
             gradient = group.gather(gradients)
@@ -268,7 +266,6 @@ class OneBit(LocalGradients):
         return pieces
 
     def state(self) -> dict[str, Any]:
-        """Return the number of ranks with compression errors as scalar "frozen", or 0 in the warm-up."""
         return {FROZEN: self.context.data.size if self._is_frozen else 0}
 
     def restored(self, state: Mapping[str, Any]) -> None:

@@ -265,7 +265,6 @@ class TreeScatter(Scatter):
         return [Operation(kind, range=part) for kind in (Kind.REDUCE, Kind.ADD) for part in self._ranges]
 
     def reduce(self, op: Operation) -> None:
-        """Add the last micro-batch's gradients of the layer in ``op.range``, and sum over the ranks."""
         layer = self._layer_at[op.part]
         self._trees[layer].reduce_scatter(self._add(layer, op, copy=False), self._owners[layer])
         self._keep_shard(layer)

@@ -71,7 +71,6 @@ class Replicas(Exchange):
         """Leave this rank's gradients as they are: they are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
-        """Return this rank's squared gradient norm divided by the number of ranks."""
         self._norm_squared = self.update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
@@ -128,7 +127,6 @@ class Replicas(Exchange):
         return apart
 
     def pieces(self) -> Sequence[Piece]:
-        """Return this rank's checkpoint pieces: its shard of the averaged parameters and optimizer state."""
         part, data = self.context.part, self.context.data
         share = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
         return pieces_of({"parameters": self.parameters, **self.kept()}, [share])

@@ -98,7 +98,6 @@ class ExpertStage(WrappedStage):
         self._own = experts
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the initial values of all tensors. Values of other ranks' experts are not stored."""
         specs = {spec.name: spec for spec in self._specs}
         targets = {
             name: _OwnExperts(part, self._own) if name in specs and specs[name].expert else part

@@ -99,7 +99,6 @@ class SharedRows(StayingRows):
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Exchange token counts over the node. Return shared memory for this rank's token rows. Collective."""
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
         self._memory.publish()
@@ -152,7 +151,6 @@ class SharedRows(StayingRows):
         return arrival
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases of the experts that this rank computes. Local."""
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
 
@@ -168,7 +166,6 @@ class SharedRows(StayingRows):
         return ExpertTensors(each("weight", base.weights), None if base.biases is None else each("bias", base.biases))
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return arrays for the gradients of the experts that this rank computes. Local."""
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]
         saved.keep(f"{prefix}.into", base)

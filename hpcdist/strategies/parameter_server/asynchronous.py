@@ -157,7 +157,7 @@ class AsynchronousServerExchange(Exchange):
         self._channel.serve()
 
     def weigh(self, samples: int, global_samples: int) -> int:
-        """Return the number that divides this worker's gradient: the worker's ``samples``. Local."""
+        """Return the number of samples by which this worker divides its summed gradient. Local."""
         return samples
 
     def pull(self, op: Operation) -> None:
@@ -273,7 +273,6 @@ class AsynchronousServerExchange(Exchange):
         self._channel.close()
 
     def norm_squared(self) -> float:
-        """Return the squared norm of this worker's gradient."""
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:

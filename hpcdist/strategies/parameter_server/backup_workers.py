@@ -91,7 +91,6 @@ class BackupExchange(AsynchronousServerExchange):
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
     def weigh(self, samples: int, global_samples: int) -> int:
-        """Return the divisor of this worker's gradient: ``global_samples``, the samples of all workers."""
         self._weight = samples, global_samples
         return global_samples
 
@@ -213,7 +212,6 @@ class BackupExchange(AsynchronousServerExchange):
         return {"count": min(self.clocks)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the step counts of all workers to the step count in the checkpoint."""
         count = int(state["count"])
         self.clock = self.updates = count
         self.clocks = [count] * len(self.roles.workers)

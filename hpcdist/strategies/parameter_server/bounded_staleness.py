@@ -186,7 +186,6 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the step counts. With a new number of workers, all get the smallest count."""
         count, workers = int(state["count"]), len(self.roles.workers)
         if len(state.get("clocks", ())) == workers:
             self.clocks, self.updates = [int(clock) for clock in state["clocks"]], int(state["updates"])

@@ -59,7 +59,6 @@ class PayloadTransport(MessageTransport):
         return ReceiveQueue(self.comm, order, _BYTES, self.topology.context.on)
 
     def push(self, part: Range) -> None:
-        """Encode the gradients of the range ``part`` and start to send them to its server."""
         if not self.compresses:
             super().push(part)
             return
@@ -87,7 +86,6 @@ class PayloadTransport(MessageTransport):
         return self._payloads[part]
 
     def collect(self, part: Range) -> None:
-        """Decode the gradients of the local range ``part``, and sum them in rank order of the workers."""
         if not self.compresses:
             super().collect(part)
             return

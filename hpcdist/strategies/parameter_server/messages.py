@@ -235,7 +235,6 @@ class RmaTransport(Transport):
         raise AssertionError(f"parameter range {part} must lie within one range that server rank {server} owns")
 
     def push(self, part: Range) -> None:
-        """Start to put the gradients of the range ``part`` into its server's window."""
         self._announce()
         server = self.topology.owners[part]
         if server != self.topology.rank:

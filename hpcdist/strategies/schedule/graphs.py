@@ -103,7 +103,6 @@ class StageGraphs(KernelLaunches):
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op`` as a CUDA graph, which the first run captures."""
         # A graph is captured per operation and set of arrays. Without a graph: warm-up, evaluations, a search for NaN,
         # or too many graphs.
         if not self._on:

@@ -273,7 +273,6 @@ class CutStage(WrappedStage):
         return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the initial values of all tensors, but store only this rank's shards."""
         boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
         self.inner.initialise(cast(Parameters, boxes), rng_of)
 
