@@ -258,9 +258,7 @@ RULES: Final = (
         LOCK_STEP,
     ),
     rule(
-        "run.batch_warmup with own steps",
-        "replicas that make their own steps have no common sample count",
-        LOCK_STEP,
+        "run.batch_warmup with own steps", "replicas that make their own steps have no common sample count", LOCK_STEP
     ),
     *each_of(
         "run.batch_warmup with *",

@@ -108,7 +108,7 @@ class Exchange:
         return self.gradients
 
     def norm_squared(self) -> float:
-        """Return a number whose sum over all ranks is the squared norm of the mean gradient."""
+        """Return a number whose sum over all ranks is the squared norm of the mean gradient. Collective."""
         return self.update.norm_squared()
 
     def agree(self, values: np.ndarray) -> np.ndarray:

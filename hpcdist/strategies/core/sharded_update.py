@@ -106,7 +106,7 @@ class ShardedUpdate:
         ]
 
     def norm_squared(self) -> float:
-        """Return the sum of squares of this rank's reduced gradients."""
+        """Return the sum of squares of this rank's reduced gradients. Collective if it is exact."""
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
         # Exact sums are collective over the sharers: their rank 0 returns the sum over all of them, the others 0.

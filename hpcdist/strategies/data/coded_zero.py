@@ -43,12 +43,7 @@ from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
-from hpcdist.strategies.data.residuals import (
-    Feedback,
-    StepResiduals,
-    with_loss_scale,
-    without_loss_scale,
-)
+from hpcdist.strategies.data.residuals import Feedback, StepResiduals, with_loss_scale, without_loss_scale
 
 REPLICAS: Final = OPTIMIZER  # index, after the levels, of the ranks that own the same cut
 _NAMES: Final = {

@@ -48,11 +48,7 @@ class DelayedExchange(DataExchange):
     # of ``update``. After the update, the two stores are swapped. Handlers are collective over the data axis.
 
     def __init__(
-        self,
-        context: RankContext,
-        update: ShardedUpdate,
-        written: FlatStore,
-        background: BackgroundCollectives | None,
+        self, context: RankContext, update: ShardedUpdate, written: FlatStore, background: BackgroundCollectives | None
     ) -> None:
         traits = Traits(algorithm=context.algorithm, identical=True, alternates=True, restores=("pending",))
         reducer = Reducer(update, counts=context.data.rank == 0)

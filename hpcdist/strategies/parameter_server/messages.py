@@ -292,8 +292,7 @@ class RmaTransport(Transport):
         for server in sorted(self._got):
             self._window.flush(server)
         self._got.clear()
-        for notice in self._notices:
-            notice.wait()
+        wait_all(self._notices)
         self._notices.clear()
 
     def close(self) -> None:

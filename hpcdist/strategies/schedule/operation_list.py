@@ -306,7 +306,7 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
 
 
 def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
-    """Insert a POLL after each operation of ``steps`` that computes while messages are in flight."""
+    """Insert a POLL after each operation of ``steps`` that computes while communication is in flight."""
     operations: list[Operation] = []
     in_flight = sum(op.kind is Kind.SETTLE for op in steps)  # from the previous step
     for op in steps:

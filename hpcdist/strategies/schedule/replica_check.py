@@ -36,7 +36,7 @@ def check_parameters(executor: Executor, step: int) -> None:
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on all ranks if the elements of ``store`` differ at ``step``. Collective over ``comm``."""
+    """Raise DivergenceError on all ranks if their copies of ``store`` differ at ``step``. Collective over ``comm``."""
     if have_equal_digests(comm, _digest(backend.to_host(store.array)), algorithm):
         return
     _name_the_first(comm, store, list(store.tensors()), step)

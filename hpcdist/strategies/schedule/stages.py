@@ -107,12 +107,7 @@ class Stages:
     """Executor of the compute operations and pipeline messages of one rank."""
 
     def __init__(
-        self,
-        context: RankContext,
-        arena: Arena,
-        bound: ParameterViews,
-        watch: NanFinder,
-        launches: KernelLaunches,
+        self, context: RankContext, arena: Arena, bound: ParameterViews, watch: NanFinder, launches: KernelLaunches
     ) -> None:
         self._context, self._model, self._arena, self._bound, self._watch = context, context.model, arena, bound, watch
         self._launches = launches

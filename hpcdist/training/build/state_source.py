@@ -115,7 +115,7 @@ def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
 def from_intact_source(
     comm: Communicator, run_dir: Path, origin: StateSource | None, take: Callable[[StateSource | None], Result]
 ) -> tuple[Result, StateSource | None]:
-    """Return (result of ``take``, source), with the newest undamaged checkpoint, first ``origin``. Collective."""
+    """Return ``take(source)`` and ``source``: ``origin``, or if damaged the newest intact checkpoint. Collective."""
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin
 
