@@ -86,7 +86,7 @@ class Residuals:
         return tuple(map(self._kind, range(ranks)))
 
     def wanted(self) -> list[Piece]:
-        """Return the checkpoint pieces to read: views of the memory for residuals."""
+        """Return the residuals to read from a checkpoint, as views of the memory to fill."""
         if self._old_ranks == self.ranks:
             return pieces_of({self._kind(self.rank): self._store}, self._store.parts)
         shares = [
@@ -102,7 +102,7 @@ class Residuals:
         ]  # fmt: skip
 
     def restored(self) -> None:
-        """Finish a restore: with a new number of ranks, sum the residuals of all saved ranks."""
+        """Finish a restore: with a new number of ranks, sum the residuals of all ranks in the checkpoint."""
         if self._old_ranks == self.ranks:
             return
         self._store.zero()
@@ -211,7 +211,7 @@ class Feedback:
         return [kind for residuals in self.residuals for kind in residuals.prepare_restore(state)]
 
     def wanted(self) -> list[Piece]:
-        """Return all checkpoint pieces to read: views of the memory for residuals."""
+        """Return all residuals to read from a checkpoint, as views of the memory to fill."""
         return [piece for residuals in self.residuals for piece in residuals.wanted()]
 
     def state(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return the number of rows that each rank sends to each local expert. Collective."""
+        """Return the number of token rows that each rank sends to each local expert. Collective."""
         begin = time.perf_counter()
         received = np.empty_like(sent)
         shares = _ranges(np.full(self.size, 1), sent.shape[1])
@@ -44,7 +44,7 @@ class ExpertAxis:
         return received
 
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send ``rows`` to all ranks, and receive their rows in ``arrived``, both in rank order. Collective."""
+        """Send token ``rows`` to all ranks, and receive theirs in ``arrived``, both in rank order. Collective."""
         # Both arrays have shape (rows, width), are contiguous, and must not overlap.
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()

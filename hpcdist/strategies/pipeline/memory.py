@@ -74,7 +74,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the points of a step that may need the most memory, as `LiveMicroBatches` of each chunk."""
+    """Return the points of a step at which the rank may need the most memory, each as `LiveMicroBatches` per chunk."""
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)

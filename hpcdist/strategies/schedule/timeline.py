@@ -36,7 +36,7 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as an integer array with the rows type, micro-batch and local model chunk. Local."""
+    """Return ``passes`` as an integer array with three rows: pass type, micro-batch and local model chunk. Local."""
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)
