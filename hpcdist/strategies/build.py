@@ -107,11 +107,7 @@ def server_exchange(
     shards: LogicalShards | None = None,
     compression: Compression | None = None,
 ) -> Exchange:
-    """Return the parameter-server exchange of this rank: a server, a worker or both. Collective over the world.
-
-    ``shards``: logical shards to sum in a fixed order, or None. ``compression``: compressor of gradients, or None.
-    Raises ConfigurationError for unsupported settings.
-    """
+    """Return the parameter-server exchange of this rank: a server, a worker or both. Collective over the world."""
     algorithms = server_algorithms(config)
     if shards is None and context.algorithm not in algorithms:
         raise ConfigurationError(
@@ -173,11 +169,7 @@ def operations(
     parallel: ParallelConfig,
     schedule: Sequence[Passes] | None = None,
 ) -> list[Operation]:
-    """Return this rank's operations (passes, messages, updates) for one step. Local.
-
-    ``copies``: this rank's copies of tied tensors. ``schedule``: passes of every pipeline rank; None selects
-    ``parallel.schedule``.
-    """
+    """Return this rank's operations for one training step: passes, messages and updates. Local."""
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
         position = context.placed, context.pipeline.rank
@@ -213,13 +205,9 @@ def prove(
     accumulates: bool,
     degrees: ShardingDegrees | None = None,
 ) -> Proof | None:
-    """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective.
-
-    ``steps``: operations of this rank. Returns the step's peak memory use and message counts, or None if the world is
-    too large.
-    """
+    """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective."""
     if context.world.size > PROVEN_RANKS:
-        return None
+        return None  # too many lists to gather
     inside = None if context.context is None else context.context.messages(context.context.window)
     written = context.world.allgather_object(pickle.dumps((steps, inside)))  # pickled: only rank 0 unpickles the lists
     verdict: Proof | ScheduleError | None = None

@@ -67,35 +67,25 @@ RULES: Final = (
 )
 
 
-def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
-    """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks.
-
-    ``heads``: number of query heads. ``shared``: number of key heads.
-    """
-    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+def exchanges_heads(ranks: int, query_heads: int, key_heads: int) -> bool:
+    """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks."""
+    return query_heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 
-def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
-    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
-
-    ``heads``: number of query heads. ``shared``: number of key heads.
-    """
+def resolve_context_method(method: str, ranks: int, query_heads: int, key_heads: int, *, ring: bool = True) -> str:
+    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes."""
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
     # With c ranks and K bytes of keys per sample, a layer sends 6 K (c - 1) / c bytes by "ring", and by "all_to_all"
-    # about 4 K (1 + heads / shared) (c - 1) / c^2 bytes.
-    sent = max(shared, ranks)  # key and value heads to send: several ranks may need the same head
-    exchange = exchanges_heads(ranks, heads, shared) and 4 * (heads + sent) < 6 * ranks * shared
+    # about 4 K (1 + query_heads / key_heads) (c - 1) / c^2 bytes.
+    sent = max(key_heads, ranks)  # key and value heads to send: several ranks may need the same head
+    exchange = exchanges_heads(ranks, query_heads, key_heads) and 4 * (query_heads + sent) < 6 * ranks * key_heads
     return "all_to_all" if exchange else "ring"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Section ``[parallel]``: the layout of the work over the ranks.
-
-    The product of the axis degrees is the number of ranks. With ``data = 0``, the data degree follows from the others.
-    ``expert`` consecutive replicas divide the experts of each layer.
-    """
+    """Section ``[parallel]``: the layout of the work over the ranks."""
 
     data: int = key(0, "Number of data ranks (replicas of the model). 0: all ranks that the other degrees leave.", ge=0)
     pipeline: int = key(1, "Pipeline ranks, each of which holds a part of the model.", ge=1)
@@ -146,7 +136,7 @@ class ParallelConfig:
 
     @property
     def has_roles(self) -> bool:
-        """True for a parameter server, in which each rank is a server, a worker or both."""
+        """True if ranks have different roles: parameter server, worker or both."""
         return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property

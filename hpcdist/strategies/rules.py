@@ -42,7 +42,7 @@ DEFAULTS: Final = {
 
 
 def derived(values: Values) -> dict[str, Any]:
-    """Return ``values`` (recipe values by key) plus derived keys for the rules; missing keys count as defaults."""
+    """Return the recipe ``values`` plus keys that the rules derive from them; missing keys have default values."""
     get = {**DEFAULTS, **values}.__getitem__
     strategy, compression = get("parallel.strategy"), get("communication.compression")
     chosen = f"parallel.strategy = {strategy!r}"
@@ -258,9 +258,7 @@ RULES: Final = (
         LOCK_STEP,
     ),
     rule(
-        "run.batch_warmup with own steps",
-        "replicas that make their own steps have no common sample count",
-        LOCK_STEP,
+        "run.batch_warmup with own steps", "replicas that make their own steps have no common sample count", LOCK_STEP
     ),
     *each_of(
         "run.batch_warmup with *",

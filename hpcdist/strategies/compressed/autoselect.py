@@ -36,11 +36,11 @@ FEWEST, MOST = 3, 25  # rounds, after one that compiles and connects
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Seconds of a gradient allreduce with compressor ``name``; ``codec_s``: seconds of encoding and decoding."""
+    """Measured time in seconds of one gradient allreduce with the compressor ``name``."""
 
     name: str
     seconds: float
-    codec_s: float
+    codec_s: float  # seconds of encoding and decoding
 
     def __str__(self) -> str:
         codec = f" ({self.codec_s * 1e3:.2f} of it encoding and decoding)" if self.name != NONE else ""
@@ -49,10 +49,10 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Chosen gradient compressor of a run. ``source``: "recipe", "checkpoint", "measured" or "default"."""
+    """Gradient compressor that a run uses, and the reason for this choice."""
 
     name: str
-    source: str
+    source: str  # "recipe", "checkpoint", "measured" or "default"
     rows: tuple[CandidateTiming, ...] = ()  # dense first
     bucket_bytes: int = 0
     note: str = ""

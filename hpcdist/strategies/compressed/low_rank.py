@@ -26,7 +26,7 @@ _LINE: Final = ALIGN_BYTES // FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """PowerSGD: allreduce that sends gradient matrices as two factors of low matrix rank."""
+    """PowerSGD: a gradient allreduce that sends each gradient matrix as two factors of low rank."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class PowerSgdReduction:
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return [``part``]: this rank compresses the whole range. Local."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:
@@ -72,7 +71,6 @@ class PowerSgdReduction:
         return rounds
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum the gradients ``values`` of the range ``part`` over the ranks in place, by PowerSGD. Collective."""
         rounds = self.rounds(part)
         if not rounds:
             return
@@ -120,12 +118,12 @@ class PowerSgdReduction:
         return self._owing[segment.key]
 
     def rollback(self) -> None:
-        """Restore the low-rank factors to their values before a failed step. Local."""
+        """Restore the low-rank factors to their values before the last step, which failed. Local."""
         for key, before in self._before.items():
             self.matrices[key].query[...] = before
 
     def pieces(self, parts: Iterable[Range]) -> list[Piece]:
-        """Return the low-rank factors of the matrices in the ranges ``parts``, to save in a checkpoint. Local."""
+        """Return the low-rank factors for the flat ranges ``parts`` as checkpoint pieces. Local."""
         return [
             Piece.whole(QUERY, segment.key, self.matrices[segment.key].query)
             for part in parts

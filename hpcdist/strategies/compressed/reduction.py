@@ -39,27 +39,27 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """Tensor in a compressed message. ``where``: its flat parameter range. ``place``: its byte range in the message."""
+    """One tensor in a compressed message."""
 
-    where: Range
-    place: Range
+    where: Range  # flat parameter range of the tensor
+    place: Range  # byte range in the message
 
 
 @dataclass(frozen=True)
 class CodedMessage:
-    """Layout of a message that holds the compressed tensors ``units``, and the size of the message in bytes."""
+    """Layout of a message that holds several compressed tensors."""
 
     units: tuple[CodedUnit, ...]
     nbytes: int
 
 
 class GradientCoder:
-    """Encoder and decoder of gradients with ``compressor``. ``seed`` and ``rank`` select the random stream. Local."""
+    """Encoder and decoder of gradients with a ``compressor``. Local."""
 
     def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
         self.layout, self.compressor = layout, compressor
         self.feedback: ErrorFeedback | None = None  # compression errors; None: no error feedback
-        # Before each step, the caller sets `step` to a number that is unique in the run.
+        # They select the random stream. Before each step, the caller sets `step` to a number unique in the run.
         self.seed, self.rank, self.step = seed, rank, 0
         self.message = lru_cache(maxsize=None)(self._message)
 
@@ -112,7 +112,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Pair of means per gradient value on a rank: number of encodings, number of decodings."""
+        """Mean number of (encodings, decodings) per gradient value on a rank."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
@@ -138,10 +138,6 @@ class _Messages:
         return [self._comm.irecv(segment, peer) for segment in self._segments(row)]
 
     def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
-        """All-gather one byte buffer per rank into ``rows``, and call ``take(r)`` for each rank r. Collective.
-
-        ``encode()`` must fill this rank's buffer. ``rows[r]`` is complete when ``take(r)`` is called.
-        """
         rank, size = self._comm.rank, self._comm.size
         receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
         encode()  # while the first messages are in flight
@@ -164,7 +160,7 @@ class QuantisedReduction(CompressedReduction):
         return 1.0, 2.0 - 1.0 / self.comm.size
 
     def shares(self, part: Range) -> list[Range]:
-        """Return each rank's sub-range of the flat gradient range ``part``, in rank order. Local."""
+        """Return the subrange of the flat gradient range ``part`` that each rank sums, in rank order. Local."""
         return [share.shift(part.start) for share in split(part.size, self.comm.size, FLOAT32.itemsize)]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -173,10 +169,7 @@ class QuantisedReduction(CompressedReduction):
         self.all_gather(values, part, shares)
 
     def reduce_scatter(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """Sum the gradients ``values`` in place: rank r gets the float32 sum of the range ``shares[r]``. Collective.
-
-        ``part``: range of ``values`` in the flat gradient vector. Values outside ``shares[r]`` become undefined.
-        """
+        """Reduce-scatter the gradients ``values`` of the range ``part``: rank r gets ``shares[r]``. Collective."""
         comm, share = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)
         # Receives for the local share are posted first, then the shares of others are encoded and sent. Sums are in
@@ -202,10 +195,7 @@ class QuantisedReduction(CompressedReduction):
         return sent
 
     def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """All-gather values in compressed form: rank r sends the range ``shares[r]``. Collective.
-
-        ``values``: gradients or parameters of the range ``part``. Received ranges are decoded into ``values``.
-        """
+        """All-gather ``values`` of the range ``part``, compressed: rank r sends ``shares[r]``. Collective."""
         comm = self.comm
         _compare(comm, "all_gather", self.coder, part, shares)
         rows = _rows("compressed.arrived", [self.coder.message(share).nbytes for share in shares], values)
@@ -284,10 +274,7 @@ def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, s
 
 
 def inter_node(data: Communicator) -> Communicator:
-    """Return the communicator of the ranks in ``data`` with the same local rank, one per node. Collective.
-
-    Raises ConfigurationError if nodes have different numbers of ranks.
-    """
+    """Return the communicator of the ranks with the same local rank, one rank per node. Collective over ``data``."""
     nodes = data.nodes()
     if not nodes.uniform:
         raise ConfigurationError(
@@ -299,7 +286,7 @@ def inter_node(data: Communicator) -> Communicator:
 
 
 class InterNodeReduction(CompressedReduction):
-    """Allreduce that compresses only messages between nodes. ``between_nodes``: allreduce used between nodes."""
+    """Allreduce that compresses only the messages between nodes."""
 
     def __init__(self, data: Communicator, between_nodes: CompressedReduction) -> None:
         self._between_nodes = between_nodes

@@ -76,10 +76,7 @@ class BucketReduction:
 
 
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
-    """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
-
-    ``config``: options of the compressor. ``seed``: seed of the run. The caller must set up error feedback.
-    """
+    """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis."""
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
 
@@ -94,11 +91,7 @@ def reduction_of(
     algorithm: str,  # of compressors whose payloads are summed
     on: str = "cpu",
 ) -> BucketReduction:
-    """Return an object that sums gradients with the compressor ``name``, bucket by bucket. Collective over ``data``.
-
-    ``layout``: tensors in the flat gradient vector. ``buckets``: ranges of this vector. ``on``: "cpu" or "gpu". Raises
-    ConfigurationError for ``config.across_nodes`` if nodes have different numbers of ranks.
-    """
+    """Return an object that allreduces gradients with the compressor ``name``, bucket by bucket. Collective."""
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction
     reduction: CompressedReduction

@@ -81,14 +81,8 @@ RULES: Final = (
         "it divides by the norm of the summed gradient, which no rank has",
     ),
     rule(f"optimizer.bias_correction!=true with {MOMENTUM}", "it always corrects the moments"),
-    rule(
-        f"compression.across_nodes with {MOMENTUM}",
-        UNBUILT + ": the local momentum cannot be summed within a node",
-    ),
-    rule(
-        f"{IN_16_BITS} with {MOMENTUM}",
-        UNBUILT + ": the update would be rounded to 16 bits, without error feedback",
-    ),
+    rule(f"compression.across_nodes with {MOMENTUM}", UNBUILT + ": the local momentum cannot be summed within a node"),
+    rule(f"{IN_16_BITS} with {MOMENTUM}", UNBUILT + ": the update would be rounded to 16 bits, without error feedback"),
     rule(
         f"{COMPRESSED}=onebit with compression.warmup_steps=0",
         "the frozen variance is measured in the warm-up steps",

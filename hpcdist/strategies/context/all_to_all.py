@@ -22,13 +22,10 @@ Target: TypeAlias = tuple[Array, bool]  # (array, whether to add to it)
 
 
 class AllToAllAttention:
-    """All-to-all attention: ranks exchange tokens for heads; each rank computes some heads of all tokens.
+    """All-to-all attention: ranks exchange tokens for heads, and each computes some heads of all tokens. Collective."""
 
-    Collective over ``axis``. The number of ranks must divide the number of query heads.
-    """
-
-    # The number of ranks must divide or be a multiple of the number of key heads. Same interface as
-    # `hpcdist.models.attention.flash.LocalAttention`.
+    # The number of ranks must divide the number of query heads, and divide or be a multiple of the number of key heads.
+    # Same interface as `hpcdist.models.attention.flash.LocalAttention`.
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis, self._inner = axis, LocalAttention()

@@ -30,10 +30,7 @@ from hpcdist.strategies.schedule.step import NanFinder
 
 
 class ContextAxis:
-    """Context axis: the ranks of ``comm``, which divide the ``context`` tokens of each sample.
-
-    ``method``: attention method, "ring" or "all_to_all". Methods of this class are local unless marked.
-    """
+    """The ranks of ``comm``, which divide the tokens of each sample. Methods are local unless marked."""
 
     def __init__(
         self,
@@ -54,10 +51,7 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
-        """Return this rank's communication operations in one attention layer, as a pair (forward, backward).
-
-        ``window``: sliding window of the layer in tokens, or 0. Raises ScheduleError for unmatched messages.
-        """
+        """Return this rank's sends and receives in one attention layer, as a pair (forward, backward)."""
         if window not in self._messages:
             lists = zip(*(self._of_rank(rank, window) for rank in range(self.size)), strict=True)
             for back, rank_lists in enumerate(lists):
@@ -70,17 +64,11 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each rank r, the ranks that use its keys and values: r first, then in ring order.
-
-        ``window``: sliding window in tokens, or 0.
-        """
+        """Return, for each rank r, the ranks that use the keys of rank r: first r, then in ring order."""
         return paths(self.pieces, window)
 
     def cut(self, samples: Array) -> Array:
-        """Return a copy of this rank's tokens of ``samples``, of shape (n, context, ...).
-
-        Samples of length 0 are returned unchanged. Raises DataError for any other length than ``context``.
-        """
+        """Return a copy of this rank's tokens of ``samples``. Raises DataError for a wrong sample length."""
         if not isinstance(samples, ArrayGroup) and samples.ndim == 2 and samples.shape[1] == 0:
             return samples  # on a rank that does not read its samples
         if isinstance(samples, ArrayGroup) or samples.ndim < 2 or samples.shape[1] != self.context:
@@ -100,7 +88,7 @@ class ContextAxis:
         return rows
 
     def wait(self, request: Request, like: Array, name: str) -> None:
-        """Wait for the MPI ``request`` on the buffer ``like``. For a host buffer, record the time span as ``name``."""
+        """Wait for the MPI ``request`` on the buffer ``like``, and record the time span as ``name``."""
         if is_device(like):  # the wait includes the computation before it
             request.wait()
         elif not request.test():
@@ -130,7 +118,7 @@ class ContextAxis:
         return whole
 
     def taken_s(self) -> float:
-        """Return the seconds for which this rank has waited for messages since the previous call of `taken_s`."""
+        """Return the seconds spent waiting for messages since the previous call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
@@ -147,10 +135,7 @@ class Ring:
         self._messages = cast(tuple[tuple[RingOperation, ...], ...], axis.messages(window))
 
     def block(self, memory: str, source: int) -> Array:
-        """Return a scratch buffer for the keys and values of rank ``source``.
-
-        ``memory``: name of the buffer, a key of `operations.MEMORY`.
-        """
+        """Return the scratch buffer named ``memory`` for the keys and values of rank ``source``."""
         batch, most = self._like.shape[0], self._axis.most_tokens
         flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
@@ -159,11 +144,7 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Yield (rank, keys and values, gradients, poll) for each rank whose keys the local queries use. Collective.
-
-        ``local_block``: keys and values of this rank. ``gradients``: array that the caller must fill in a backward
-        pass, or None. ``poll()`` makes progress on the messages in flight.
-        """
+        """Yield (rank, keys, gradients to fill or None, poll function) per rank whose keys are needed. Collective."""
         # This rank comes first, with gradients None; in a forward pass, gradients are always None. After the last round
         # of a backward pass, the buffer `operations.HOME` has the other ranks' summed gradients of ``local_block``.
         axis, blocks = self._axis, {"keys0": local_block}

@@ -13,7 +13,7 @@ PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads, to 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShare:
-    """Sizes of one whole attention layer, which ``ranks`` context ranks compute together."""
+    """Sizes of one attention layer, which ``ranks`` context ranks compute together."""
 
     ranks: int
     samples: int
@@ -36,16 +36,13 @@ class AttentionShare:
 
 
 def head_parts(share: AttentionShare) -> int:
-    """Return the number of messages that carry a rank's key heads in ring attention on CPUs, for a layer ``share``."""
+    """Return the number of messages that carry one rank's key heads in ring attention on CPUs."""
     nbytes = share.samples * share.most_tokens * 2 * share.shared * share.size * share.itemsize
     return min(share.shared, -(-nbytes // PART_BYTES))
 
 
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
-    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention layer.
-
-    ``share``: sizes of the layer on all context ranks together. ``method``: "ring" or "all_to_all".
-    """
+    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention layer."""
     if method == "all_to_all":
         forward, back = exchanged_bytes(share)
         return sum(forward), sum(back)
@@ -59,10 +56,7 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (forward, backward): for each all-to-all of the pass, the mean bytes that a rank sends.
-
-    ``share``: sizes of the layer on all context ranks together.
-    """
+    """Return (forward, backward): the mean bytes that a rank sends, for each all-to-all of the pass."""
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
     output = share.heads * number
@@ -73,7 +67,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the maximum number of key blocks that a rank receives in ring attention, for a layer ``share``."""
+    """Return the maximum number of key blocks that a rank receives in ring attention."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -81,10 +75,7 @@ def ring_passes(share: AttentionShare) -> int:
 
 
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
-    """Return the communication time in seconds that computation does not hide in one pass of ring attention.
-
-    ``tile_s``: computation time per message. ``pass_s``: transfer time of one rank's keys.
-    """
+    """Return the seconds of communication that computation does not hide in one pass of ring attention."""
     if ranks == 1:
         return 0.0
     exposed_s, both_exposed_s = max(0.0, pass_s - tile_s), max(0.0, 2 * pass_s - tile_s)
@@ -103,20 +94,14 @@ def counts_bytes(ranks: int, samples: int, experts: int) -> int:
 
 
 def kept_elements(share: AttentionShare, method: str) -> int:
-    """Return the number of elements of other ranks' keys and values that a rank keeps for backward, per layer.
-
-    ``share``: sizes of the layer. ``method``: "ring" or "all_to_all".
-    """
+    """Return the number of elements of other ranks' keys and values that a rank keeps for the backward pass."""
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks
     return 2 * share.samples * share.tokens * share.size if takes_keys else 0
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return the elements of each scratch buffer that context parallelism adds on a rank, keyed by buffer name.
-
-    ``share``: sizes of an attention layer. ``method``: "ring" or "all_to_all".
-    """
+    """Return the number of elements of each scratch buffer of context parallelism on a rank, keyed by name."""
     local_tokens = share.samples * share.most_tokens
     if method == "ring":
         block = local_tokens * 2 * -(-share.shared // head_parts(share)) * share.size

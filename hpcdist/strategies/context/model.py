@@ -29,7 +29,7 @@ from hpcdist.strategies.context.ring import RingAttention
 
 
 class PiecePositions:
-    """Learned position embedding of this rank's tokens. Table rows of other ranks' tokens get a zero gradient."""
+    """Learned position embedding of this rank's tokens."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -104,11 +104,6 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two token counts per expert: before each local token range, and in each whole sample. Collective.
-
-        ``counts[s, i, e]``: tokens of sample s in local token range i for expert e. The results have the shape of
-        ``counts`` and the shape (samples, experts).
-        """
         if not len(counts):
             return super().join(counts)
         axis = self._axis
@@ -126,10 +121,7 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 
 
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
-    """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
-
-    Passes of the copy are collective over ``axis``. Raises ConfigurationError for unsupported models.
-    """
+    """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local."""
     if axis is None:
         return model
     # The caller must select this rank's inputs with `ContextAxis.cut`. PyTorch modules must use

@@ -29,7 +29,7 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return, for each of ``ranks`` ranks, an early and a late token range of a sample of ``context`` tokens."""
+    """Return two token ranges per rank, one early and one late, of a sample of ``context`` tokens."""
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
         return (one_piece(context),)
@@ -43,37 +43,31 @@ def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
 
 
 def tokens(rank_pieces: Pieces) -> int:
-    """Return the number of tokens in ``rank_pieces``, one rank's token ranges of a sample."""
+    """Return the number of tokens in the token ranges of one rank."""
     return rank_pieces[-1][1]
 
 
-def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``.
-
-    ``placed``: each rank's token ranges. Keyword-only ``causal``: queries see only earlier tokens.
-    """
-    ranks, visited = len(placed), []
+def visits(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
+    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``."""
+    ranks, visited = len(token_ranges), []
     for step in range(1, ranks):
         source = (rank - step) % ranks
-        keys, from_row = placed[source], 0
+        keys, from_row = token_ranges[source], 0
         if causal and source < rank:
             keys = keys[:1]
         elif causal:
-            from_row = placed[rank][0][1]
-            keys = keys if tokens(placed[rank]) > from_row else ()
+            from_row = token_ranges[rank][0][1]
+            keys = keys if tokens(token_ranges[rank]) > from_row else ()
         visited.append(Visit(source, from_row, keys))
     return tuple(visited)
 
 
 @lru_cache(maxsize=256)
-def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return, for each rank r, the ranks that use its keys and values: r first, then in ring order.
-
-    ``placed``: each rank's token ranges. ``window``: sliding window in tokens, or 0.
-    """
-    ranks = len(placed)
+def paths(token_ranges: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Return, for each rank r, the ranks that use keys and values of rank r: first r, then in ring order."""
+    ranks = len(token_ranges)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
-    reach = _reach(placed, window) if window else 2 * ranks
+    reach = _reach(token_ranges, window) if window else 2 * ranks
 
     def sees(rank: int, source: int) -> bool:
         return any(0 <= number - other <= reach for number in numbers[rank] for other in numbers[source])
@@ -88,19 +82,15 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
 
 
-def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
-
-    ``placed``: each rank's token ranges. Keyword-only ``causal``: queries see only earlier tokens; keyword-only
-    ``window``: sliding window in tokens, or 0.
-    """
+def pairs(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
+    """Return the number of visible query-key pairs of one sample whose query is on ``rank``."""
     if not causal:
-        return tokens(placed[rank]) * sum(map(tokens, placed))
+        return tokens(token_ranges[rank]) * sum(map(tokens, token_ranges))
     # For each piece: the pairs of the sequence up to its end minus the pairs of the sequence up to its start.
     return sum(
         attention_pairs(position + end - start, causal=True, window=window)
         - attention_pairs(position, causal=True, window=window)
-        for start, end, position in placed[rank]
+        for start, end, position in token_ranges[rank]
     )
 
 
@@ -141,17 +131,14 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Numbers of tokens per sample that this rank sends to and receives from each rank in an all-to-all."""
+    """Number of tokens per sample that this rank exchanges with each rank in an all-to-all."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
 
 
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
-    """Return the operations (such as sends) of ``rank`` in one ring attention, in the order of execution.
-
-    ``visited[r]``: ranks that use the keys of rank r, starting with r.
-    """
+    """Return the sends, receives and computations of ``rank`` in one ring attention, in order of execution."""
     # A rank sends keys to the next rank while it computes with them. In a backward pass, gradients follow the keys from
     # rank to rank, and return to the owner of the keys.
     steps: list[RingOperation] = []
@@ -193,12 +180,9 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
     return tuple(steps)
 
 
-def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
-    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
-
-    ``placed``: token ranges of a sample on each rank. Keyword-only ``back``: True for a backward pass.
-    """
-    local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
+def head_exchanges(token_ranges: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
+    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order."""
+    local_counts, rank_counts = (tokens(token_ranges[rank]),) * len(token_ranges), tuple(map(tokens, token_ranges))
     # First each rank receives all tokens of some heads. The last all-to-all returns the results.
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)
     return (to_heads, to_heads, to_tokens) if back else (to_heads, to_tokens)

@@ -18,11 +18,7 @@ Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ran
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Raise ScheduleError unless the ranks' operations execute one context-parallel attention correctly.
-
-    ``lists[i]``: operations of axis rank i. ``ranks[i]``: its world rank, for error messages. ``visited[i]``: axis
-    ranks that use the keys of axis rank i, starting with i.
-    """
+    """Raise ScheduleError unless the ranks' operations execute one context-parallel attention correctly."""
     # Proven: messages match without deadlock; no buffer is used while its message is in flight; each rank uses each
     # needed block of keys once; complete gradients return to the owner of the keys.
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]

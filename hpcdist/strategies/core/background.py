@@ -15,21 +15,15 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True)
 class PrefetchCounts:
-    """Counts of prefetched gathers: ``hits`` were complete when the rank needed them, ``misses`` were not.
-
-    ``exposed_s``: seconds that the rank spent to start the gathers and to wait for them.
-    """
+    """Number of prefetched gathers that were complete when needed (hits), and that were not (misses)."""
 
     hits: int = 0
     misses: int = 0
-    exposed_s: float = 0.0
+    exposed_s: float = 0.0  # seconds that the rank spent to start the gathers and to wait for them
 
 
 class BackgroundCollectives:
-    """Collectives in flight over the data axis, and the seconds that the rank spends on them.
-
-    All ranks must construct the object, start its collectives and close it in the same order.
-    """
+    """Collectives in flight over the data axis. All ranks must start and close them in the same order."""
 
     # ``kind``: method of making progress, one of `nonblocking.KINDS`, such as "poll". Methods that start a collective
     # take a ``key``, an identifier for the later `wait` or `wait_gather`.
@@ -43,27 +37,27 @@ class BackgroundCollectives:
         self._fetched = PrefetchCounts()
 
     def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
-        """Start to allreduce ``gradients`` in place. ``key``: identifier for `wait`."""
+        """Start to allreduce ``gradients`` in place. Call `wait` with the same ``key``."""
         with self._exposed():
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to reduce-scatter ``gradients`` in place: rank r gets the sum of ``shares[r]``. ``key``: for `wait`."""
+        """Start to reduce-scatter ``gradients`` in place: rank r gets the sum of ``shares[r]``."""
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
     def wait(self, key: Hashable) -> None:
-        """Wait for the collective that `start` or `start_sum` started with ``key``."""
+        """Wait for the collective that was started with ``key``."""
         with self._exposed():
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters`` in place: rank r sends ``shares[r]``. ``key``: for `wait_gather`."""
+        """Start to all-gather ``parameters`` in place: rank r sends ``shares[r]``. Then call `wait_gather`."""
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
     def wait_gather(self, key: Hashable) -> None:
-        """Wait for the gather with ``key``. Count a hit if the gather was already complete, else a miss."""
+        """Wait for the gather that was started with ``key``, and count a hit or a miss."""
         with self._fetching():
             handle = self._in_flight.pop(key)
             if handle.test():
@@ -78,7 +72,7 @@ class BackgroundCollectives:
             self._progress.progress()
 
     def drain(self) -> None:
-        """Wait for all collectives in flight. The caller must still call `wait` or `wait_gather` for every key."""
+        """Wait until all collectives in flight are complete. The caller must still wait for each key."""
         with self._exposed():
             for handle in self._in_flight.values():
                 handle.wait()

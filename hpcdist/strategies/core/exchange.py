@@ -69,7 +69,7 @@ class Exchange:
 
     @property
     def loaded_bytes(self) -> int:
-        """Number of bytes that this rank has read from memory of other ranks of its node (shared memory)."""
+        """Number of bytes that this rank has read from the shared memory of its node."""
         return 0
 
     @property
@@ -108,10 +108,7 @@ class Exchange:
         return self.gradients
 
     def norm_squared(self) -> float:
-        """Return a number whose sum over all ranks is the squared norm of the mean gradient.
-
-        Waits for a GPU. Local, or collective over the data axis if gradients are summed in a fixed order.
-        """
+        """Return a number whose sum over all ranks is the squared norm of the mean gradient. Collective."""
         return self.update.norm_squared()
 
     def agree(self, values: np.ndarray) -> np.ndarray:
@@ -120,10 +117,7 @@ class Exchange:
         return values
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return a pair: the sum of all ranks' ``losses``, and the elementwise sum of all ranks' arrays ``values``.
-
-        ``losses``: one per micro-batch of this rank. Collective over the world.
-        """
+        """Return the sum of all ranks' ``losses`` and the elementwise sum of all ranks' ``values``. Collective."""
         sums = self.agree(np.concatenate([[sum(losses)], values]))
         return float(sums[0]), sums[1:]
 
@@ -132,52 +126,43 @@ class Exchange:
         self.update.begin_update(scale)
 
     def count_samples(self, local_samples: int, samples: int) -> None:
-        """Record that this replica has ``local_samples`` of the step's ``samples`` samples. Local."""
+        """Record the number of samples of this replica and of all replicas in the step. Local."""
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Record that the gradients of the next step contain the loss scale ``loss_scale`` as a factor. Local."""
+        """Record that the next step's gradients contain the factor ``loss_scale``. Local."""
 
     def flush(self) -> bool:
-        """Average replicas before a checkpoint or evaluation. Return True if replicas differed. Collective."""
+        """Average the replicas before a checkpoint or evaluation. Return True if replicas differed. Collective."""
         return False
 
     def new_consensus_distances(self) -> dict[int, float]:
-        """Return the distances between replicas since the last call, keyed by step, and clear the record. Local."""
+        """Return the distances between replicas since the last call, keyed by step. Local."""
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return the figures "spectral_gap" and "consensus_distance" by name, or {} if replicas never differ. Local."""
+        """Return a dict of "spectral_gap" and "consensus_distance", or {} if replicas never differ. Local."""
         return {}
 
     def applied_gradients(self) -> Iterable[Array]:
-        """Return the reduced gradients that this rank's optimizer update applies, as arrays. Local.
-
-        Asynchronous servers reduce no gradients, and return nothing.
-        """
+        """Return the reduced gradients that this rank's optimizer update applies, as arrays. Local."""
         return (self.gradients.contents(part) for part in self.update.parts)
 
     def finish(self) -> bool:
-        """Apply a gradient that is still pending when the run is complete. Return True if there was one. Collective."""
+        """Apply a gradient that is still pending after the last step. Return True if there was one. Collective."""
         return False
 
     def load_initial(self, initial: FlatStore) -> None:
-        """Load this rank's part of the initial values in the host store ``initial``. Local."""
+        """Copy this rank's shard of the initial values from the host store ``initial``. Local."""
         self.weights.copy_from(initial)
         if self.update.master is not None:
             self.parameters.copy_from(rounded(initial, self.parameters.dtype))
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the checkpoint pieces that this rank saves: views of ranges of parameters and optimizer state.
-
-        Collective over the data axis.
-        """
+        """Return the arrays that this rank saves in a checkpoint. Collective over the data axis."""
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record ``state``, the scalars of the checkpoint to read. Local; call it before `wanted`.
-
-        Returns the kinds of checkpoint pieces, such as "residual.0", that may be missing.
-        """
+        """Read the checkpoint scalars ``state``. Return the kinds of arrays that it may lack. Local."""
         return ()
 
     def wanted(self) -> Sequence[Piece]:
@@ -187,28 +172,25 @@ class Exchange:
         return parameters + pieces_of(self.update.slots(), self.update.parts)
 
     def state(self) -> dict[str, Any]:
-        """Return a dict of JSON scalars to store in a checkpoint, in addition to the tensors. Local."""
+        """Return the scalars to store in a checkpoint, in addition to the arrays. Local."""
         return self.update.optimizer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state``, the scalars of a checkpoint, after the checkpoint pieces were read.
-
-        Collective over the data axis if 16-bit parameters must be rounded from master weights. Otherwise local.
-        """
+        """Restore the checkpoint scalars ``state``, after the arrays were read. Collective over the data axis."""
         self.update.optimizer.restore(dict(state))
         if self.update.master is not None:
             self.update.master.round_into(self.parameters)
             self.spread()
 
     def spread(self) -> None:
-        """Send the parameters that this rank updates to all ranks that keep a copy. Collective over the data axis."""
+        """Send the parameters that this rank updates to all ranks with a copy. Collective over the data axis."""
 
     def close(self) -> None:
         """Free communicators, windows and threads. No step can follow. Collective over the world."""
 
 
 def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
-    """Return True if all ranks of ``comm`` pass the same 64-bit number ``digest``. Collective over ``comm``."""
+    """Return True if all ranks pass the same 64-bit ``digest``. Collective over ``comm``."""
     number = digest >> 1  # 63 bits fit an int64
     # The maximum of ~x is the complement of the minimum of x, so one reduction finds the maximum and the minimum.
     bounds = np.array([number, ~number], np.int64)
@@ -217,10 +199,7 @@ def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
 
 
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
-    """Return checkpoint pieces: views of each tensor, in each of ``stores``, in the flat ranges ``parts``. Local.
-
-    ``stores``: dict from the kind of piece, such as "parameters", to the store.
-    """
+    """Return checkpoint pieces: views of all tensors in the flat ranges ``parts``. ``stores``: store by kind."""
     return [
         Piece.of(kind, segment, touched, store.contents(touched))
         for kind, store in stores.items()

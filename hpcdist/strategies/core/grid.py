@@ -27,7 +27,7 @@ class ShardingDegrees:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGrid:
-    """Degrees of parallelism of a job. The product of all degrees but ``expert`` is the number of computing ranks."""
+    """Number of ranks along each axis of parallelism of a job."""
 
     data: int = 1
     pipeline: int = 1
@@ -47,11 +47,7 @@ class ProcessGrid:
         servers: int = 0,  # ranks that do not compute
         expert: int = 1,
     ) -> "ProcessGrid":
-        """Return the process grid for ``world`` ranks.
-
-        Keyword-only ``data`` (number of data ranks): 0 to compute it from the other degrees. Raises ConfigurationError
-        if the degrees do not fit ``world``.
-        """
+        """Return the process grid for ``world`` ranks. Raises ConfigurationError if the degrees do not fit."""
         total, world = world, world - servers
         others = pipeline * tensor * context
         data = data or max(1, world // others)
@@ -99,10 +95,7 @@ class ProcessGrid:
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return one line per pipeline stage, such as "stage 0: node 0 [0-3] [4-7]; node 1 [8-11] [12-15]".
-
-    ``nodes``: ranks of each node. Each pair of brackets has the ranks of one tensor group.
-    """
+    """Return one line of text per pipeline stage, with its nodes and the ranks of its tensor groups."""
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     groups_per_stage = len(grid.tensor_groups) // grid.pipeline
     lines = []
@@ -119,7 +112,7 @@ def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
 
 
 def spread_groups(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> str:
-    """Return a warning text if a tensor group spans several nodes, else "". ``nodes`` lists the ranks of each node."""
+    """Return a warning text if a tensor group spans several nodes, else "". ``nodes``: ranks of each node."""
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     spread = [group for group in grid.tensor_groups if len({node_of[rank] for rank in group}) > 1]
     if not spread:
@@ -189,7 +182,7 @@ class GridCommunicators:
         return self._along("tensor")
 
     def experts(self, degree: int) -> "Communicator":
-        """Return the communicator of ``degree`` consecutive replicas that divide the experts among themselves."""
+        """Return the communicator of this rank's group of ``degree`` replicas that divide the experts."""
         replicas = self.replicas
         if degree == replicas.size:
             return replicas

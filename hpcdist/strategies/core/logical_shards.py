@@ -28,7 +28,7 @@ FINGERPRINT_BYTES: Final = 4
 
 @cache
 def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
-    """Return a hash (hexadecimal) of the results of test computations in ``dtype`` on this rank. Local."""
+    """Return a hash of the rounding of floating-point computations in ``dtype`` on this rank. Local."""
     # Ranks with equal hashes are expected to compute equal bits. The first call takes tens of milliseconds.
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for rows, inner, columns in FINGERPRINT_SHAPES:
@@ -53,10 +53,7 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 
 
 class LogicalShards:
-    """Fixed division of the global batch into ``count`` parts, for equal results on any number of ranks.
-
-    Construction is collective over the world. Raises ConfigurationError on all ranks if ranks compute different bits.
-    """
+    """Fixed division of the global batch into ``count`` shards, for equal bits on any number of ranks."""
 
     def __init__(self, context: RankContext, count: int) -> None:
         self.count = count
@@ -66,14 +63,11 @@ class LogicalShards:
         self._data = context.data
 
     def tree(self) -> FixedTree:
-        """Return a new `FixedTree`, which sums the gradients of the ``count`` parts in a fixed order. Local."""
+        """Return a new `FixedTree`, which sums the gradients of the shards in a fixed order. Local."""
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
-        """Add the ``gradients`` of this rank's micro-batch number ``microbatch`` to the summation ``tree``. Local.
-
-        If keyword-only ``copy`` is False, ``gradients`` must not change until the tree is reduced.
-        """
+        """Add the gradients of one local micro-batch to the summation ``tree``. Local."""
         # Micro-batch i is logical shard i of this rank. Further micro-batches are ignored.
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
@@ -81,10 +75,7 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses``, and the elementwise sum of all ranks' ``values``. Collective.
-
-        ``agree``: function that sums an array over the ranks.
-        """
+        """Return the sums of all ranks' ``losses`` and ``values``, computed by the function ``agree``. Collective."""
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
         shard_losses[self.own.start : self.own.start + len(losses)] = losses
@@ -93,11 +84,11 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return a dict with the fingerprint of floating-point rounding on these ranks, for a checkpoint. Local."""
+        """Return the scalars for a checkpoint: a fingerprint of floating-point rounding. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if the ranks that saved ``state`` rounded differently from these ranks. Local."""
+        """Raise ConfigurationError if floating-point rounding was different on the ranks that saved ``state``."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(

@@ -37,7 +37,7 @@ class NoLossScale:
     skips_overflow = False  # whether a non-finite gradient skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True: ``step`` may update the model. Raises NonFiniteError if the gradient ``norm`` is not finite."""
+        """Return True: ``step`` may update. Raises NonFiniteError if the gradient ``norm`` is not finite."""
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True
@@ -62,10 +62,7 @@ class FixedLossScale(NoLossScale):
     overflows: int = 0  # consecutive skipped steps up to now
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True if the gradient ``norm`` is finite, or False if the optimizer must skip ``step``.
-
-        Raises NonFiniteError after `MAXIMUM_OVERFLOWS` consecutive skipped steps at a scale that cannot be lowered.
-        """
+        """Return True if ``step`` may update, or False to skip it. Raises NonFiniteError after too many skips."""
         if math.isfinite(norm):
             self.overflows = 0
             self._grow()
@@ -97,15 +94,12 @@ class FixedLossScale(NoLossScale):
 
 @dataclass
 class DynamicLossScale(FixedLossScale):
-    """Loss scale that doubles after ``interval`` steps without overflow.
-
-    From the ``hysteresis``-th consecutive overflow on, each overflow halves the scale, but not below ``least``.
-    """
+    """Loss scale that grows after many steps without overflow, and shrinks after overflows."""
 
     scale: float = INITIAL_SCALE
-    interval: int = 2000
-    hysteresis: int = 2
-    least: float = MINIMUM_SCALE
+    interval: int = 2000  # steps without overflow after which the scale doubles
+    hysteresis: int = 2  # consecutive overflows from which each overflow halves the scale
+    least: float = MINIMUM_SCALE  # the scale never falls below it
     grown: int = 0  # steps since the last overflow or change of scale
     stuck: int = 0  # consecutive overflows at scale ``least``
 
@@ -137,10 +131,7 @@ class DynamicLossScale(FixedLossScale):
 def build_loss_scale(
     mode: str, fixed: float, interval: int, hysteresis: int, least: float = MINIMUM_SCALE
 ) -> NoLossScale:
-    """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1.
-
-    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale` with the arguments after ``fixed``.
-    """
+    """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1."""
     if mode != "float16":
         return NoLossScale()
     if fixed:
@@ -149,7 +140,7 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 copies of 16-bit parameters and gradients, for the computation of each model layer. Local."""
+    """Float32 copies of a layer's 16-bit parameters and gradients during its computation. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         super().__init__(context, exchange, copies)
@@ -183,7 +174,7 @@ class MixedPrecisionViews(ParameterViews):
         self._has_copies = False
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the float32 parameters that model layer number ``unit`` uses. Free all other float32 parameters."""
+        """Return float32 parameters of layer number ``unit``. Free the float32 parameters of other layers."""
         if unit not in self._parameters:
             self._keep(self._needs[unit])
             for used in self._needs[unit] - self._widened:
@@ -210,7 +201,6 @@ class MixedPrecisionViews(ParameterViews):
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Add the float32 gradients of model layer number ``unit`` to its stored 16-bit gradients, then free them."""
         bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
         bound.finish()
         wide = self._wide_gradients.at(layer).range(part)

@@ -14,14 +14,11 @@ from hpcdist.arrays.ranges import Range
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Assignment of model chunks to pipeline ranks: ``ranks[i]`` computes ``chunks[i]``, a range of model layers.
+    """Assignment of model chunks (ranges of layers) to pipeline ranks."""
 
-    ``skips``: skip connections, as pairs (layer, later layer that uses its output). Embedding and head are layers too.
-    """
-
-    chunks: tuple[range, ...]
-    ranks: tuple[int, ...]
-    skips: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[range, ...]  # in model order; embedding and head are layers too
+    ranks: tuple[int, ...]  # ranks[i] computes chunks[i]
+    skips: tuple[tuple[int, int], ...] = ()  # skip connections: (layer, later layer that uses its output)
 
     def __post_init__(self) -> None:
         assert len(self.chunks) == len(self.ranks) > 0, "one rank for each chunk"
@@ -39,7 +36,7 @@ class StagePlacement:
         return range(self.chunks[0].start, self.chunks[-1].stop)
 
     def of(self, rank: int) -> tuple[range, ...]:
-        """Return the model chunks of ``rank`` in model order. Element i is the rank's local chunk i."""
+        """Return the model chunks of ``rank``, in model order."""
         return tuple(chunk for chunk, owner in zip(self.chunks, self.ranks, strict=True) if owner == rank)
 
     def rank_of(self, unit: int) -> int:
@@ -50,11 +47,11 @@ class StagePlacement:
         return unit > self.chunks[0].start and self._ranks[unit] != self._ranks[unit - 1]
 
     def skips_into(self, unit: int) -> list[int]:
-        """Return the model layers whose outputs go to layer ``unit`` over skip connections, in ascending order."""
+        """Return the layers whose outputs go to layer ``unit`` over skip connections, in ascending order."""
         return sorted(source for source, target in self.skips if target == unit)
 
     def skips_from(self, unit: int) -> list[int]:
-        """Return the model layers that get the output of layer ``unit`` over skip connections, in ascending order."""
+        """Return the layers that get the output of layer ``unit`` over skip connections, in ascending order."""
         return sorted(target for source, target in self.skips if source == unit)
 
     def edge(self, source: int, target: int) -> int:
@@ -67,13 +64,13 @@ class StagePlacement:
 
 
 def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement in which chunk i of ``parts`` (ranges of layers) is on rank i modulo ``ranks``."""
+    """Return the placement of the model chunks ``parts`` in which chunk i is on rank i modulo ``ranks``."""
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement in which rank i has chunks i and 2 * ``ranks`` - 1 - i of ``parts`` (ranges of layers)."""
+    """Return the placement of model chunks ``parts`` in which rank i has chunks i and 2 * ``ranks`` - 1 - i."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 
@@ -150,12 +147,12 @@ class Operation:
 
     @property
     def part(self) -> Range:
-        """The operation's range of the flat parameter vector. Only for operations that have a range."""
+        """The operation's range of the flat parameter vector."""
         assert self.range is not None, self
         return self.range
 
     def touches(self, part: Range) -> bool:
-        """Return True if the operation's range overlaps ``part``, a range of the flat parameter vector."""
+        """Return True if the operation's flat parameter range overlaps the range ``part``."""
         return self.range is not None and bool(self.range.intersect(part))
 
     def __str__(self) -> str:

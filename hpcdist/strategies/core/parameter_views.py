@@ -49,17 +49,17 @@ class ParameterViews:
         """Record that the backward pass of model layer number ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
-        """Allocate gradients of model layer ``unit`` for a micro-batch without samples, which has no backward pass."""
+        """Allocate gradients of layer ``unit`` for a micro-batch without samples."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
-        """After the last backward pass, zero the gradients of model layer ``unit`` that no micro-batch has written."""
+        """Zero the gradients of layer ``unit`` that no micro-batch has written."""
         if unit not in self._complete:
             self.gradients(unit).finish()  # or the gradients would be those from the last step
             self._complete.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero the gradients of this rank's copies of tied tensors if no micro-batch has written these gradients."""
+        """Zero the gradients of this rank's tied tensor copies that no micro-batch has written."""
         for key in self._copies.keys - self.written:
             self._copies.gradients.view(key)[...] = 0
 
@@ -69,7 +69,7 @@ class ParameterViews:
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Drop cached parameter views of model layer number ``unit`` after its memory moved; None means all layers."""
+        """Drop cached views of layer ``unit`` (None: all layers) after its memory moved."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 
@@ -81,7 +81,7 @@ class ParameterViews:
 
 
 class TransientLayers:
-    """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision)."""
+    """Memory pool for layers that are unsharded only while they are used (ZeRO, mixed precision)."""
 
     # Memory shared on a node is allocated collectively over ``over`` (default: the data axis), after a call of
     # ``drain``.
@@ -104,7 +104,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the flat store of the whole ``layer``. A new store gets uninitialised memory from the pool."""
+        """Return the store of the whole ``layer``. The values of a new store are uninitialised."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])

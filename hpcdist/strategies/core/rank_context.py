@@ -65,7 +65,7 @@ class RankContext:
 
     @property
     def placed(self) -> StagePlacement:
-        """Placement of model layers on pipeline ranks. By default, one rank has all layers."""
+        """Assignment of model layers to pipeline ranks. By default, one rank has all layers."""
         return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
@@ -139,11 +139,7 @@ class RankContext:
     def store(
         self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
     ) -> FlatStore:
-        """Return a `FlatStore` of zeros for the ranges ``parts`` of the flat parameter vector. Local.
-
-        ``category``: name in memory reports. ``parts``: by default, this rank's layers. ``allocate``: provides the
-        memory.
-        """
+        """Return a `FlatStore` of zeros for the flat parameter ranges ``parts`` (default: this rank's layers)."""
         return FlatStore(
             self.layout,
             self.dtype,
@@ -155,10 +151,7 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return an allocator of node-shared memory, or None if allreduces do not use such memory. Local.
-
-        The allocator is collective over ``over``, by default the data axis. ``category``: name in memory reports.
-        """
+        """Return an allocator of node-shared memory, or None if allreduces do not use such memory. Local."""
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:
             return None
@@ -169,11 +162,11 @@ class RankContext:
         return allocate
 
     def counted(self, array: Array, category: str) -> Array:
-        """Count the memory of ``array`` under ``category`` in memory reports. Return ``array``. Local."""
+        """Count the memory of ``array`` under ``category`` in memory reports, and return the array. Local."""
         return array if self.ledger is None else self.ledger.track(array, category)
 
     def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
-        """Return a new optimizer for the flat ranges ``parts``; 16-bit parameters get a float32 master copy. Local."""
+        """Return a new optimizer for the flat parameter ranges ``parts``. Local."""
         built = optimizers.build(
             self.optimizer,
             self.layout,
@@ -189,10 +182,7 @@ class RankContext:
 
 
 def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) -> Iterator[Range]:
-    """Divide ``within`` into ranges of whole layers, of at least ``least_size`` elements. Yield the last range first.
-
-    ``layers``: flat range of each layer. ``within`` must start and end at layer boundaries.
-    """
+    """Divide ``within`` into ranges of whole layers, each of at least ``least_size`` elements. Yield the last first."""
     stop = within.stop
     for layer in sorted(filter(within.intersect, layers), reverse=True):
         if stop - layer.start >= least_size or layer.start == within.start:
@@ -203,11 +193,7 @@ def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) ->
 def buckets_of_layers(
     layout: Layout, itemsize: int, bucket_bytes: int, within: Range | None = None, layers: Iterable[Range] = ()
 ) -> list[Range]:
-    """Divide a range of the flat parameter vector into communication buckets, from last to first.
-
-    ``itemsize``: bytes per element. ``bucket_bytes``: maximum size of a bucket. ``within``: range to divide, by
-    default all. ``layers``: range of each layer, by default from ``layout``.
-    """
+    """Divide a flat parameter range into buckets of at most ``bucket_bytes`` bytes. Return the last bucket first."""
     longest = max(1, bucket_bytes // itemsize)
     # Groups of layers with at least ``bucket_bytes`` bytes are cut into buckets of at most ``bucket_bytes`` bytes.
     groups = groups_of_layers(layers or layout.units.values(), longest, within or Range(0, layout.size))
@@ -215,7 +201,7 @@ def buckets_of_layers(
 
 
 def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
-    """Return the buckets of this rank's layers in backward order. ``itemsize``: bytes per element. Local."""
+    """Return the communication buckets of this rank's layers, in backward order. ``itemsize``: bytes per element."""
     units = [*context.ranges.values()]
     return [
         bucket

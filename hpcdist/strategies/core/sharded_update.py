@@ -23,22 +23,19 @@ from hpcdist.strategies.core.operations import Kind, Operation
 
 
 def unsharded_ranges(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return the subranges of ``parts`` (flat ranges of ``layout``) whose tensors the tensor axis does not shard."""
+    """Return the subranges of the flat ranges ``parts`` whose tensors the tensor axis does not shard."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the subranges of ``parts`` that this rank adds to a sum over ``comm``. No tensor is added twice. Local.
-
-    ``parts``: flat parameter ranges. Rank 0 of ``comm`` adds all its tensors, the other ranks only sharded tensors.
-    """
+    """Return the subranges of ``parts`` that this rank adds to a sum over ``comm``; no tensor counts twice. Local."""
     if comm.rank == 0:
         return list(parts)
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is not None]
 
 
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
-    """Sum ``norms``, the squared norms of tensors, over ``comm`` in place; unsharded tensors count once. Collective."""
+    """Sum the squared ``norms`` of tensors over ``comm`` in place; unsharded tensors count once. Collective."""
     if comm.size == 1:
         return
     if comm.rank:
@@ -47,7 +44,7 @@ def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: 
 
 
 def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
-    """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
+    """Sum the gradients of unsharded tensors in the flat ranges ``parts``, in one message. Collective over ``comm``."""
     ranges = unsharded_ranges(gradients.layout, parts)
     on = "gpu" if backend.is_device(gradients.array) else "cpu"
     message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
@@ -63,7 +60,7 @@ def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicat
 
 
 class ShardedUpdate:
-    """Optimizer update of the ranges ``parts`` of ``parameters``, with the reduced ``gradients``."""
+    """Optimizer update of the flat ranges ``parts`` of the parameters, with reduced gradients."""
 
     # Norms are summed over the communicators ``sharers``, ``tensor`` and ``experts``.
 
@@ -100,7 +97,7 @@ class ShardedUpdate:
         }
 
     def plan(self) -> list[Operation]:
-        """Return the update's operations: DIRECTION per range, NORMS for layer-wise rates, APPLY per range. Local."""
+        """Return the operations of the update: compute directions, sum norms, apply. Local."""
         norms = [Operation(Kind.NORMS)] if self.optimizer.needs_norms else []
         return [
             *(Operation(Kind.DIRECTION, range=part) for part in self.parts),
@@ -109,7 +106,7 @@ class ShardedUpdate:
         ]
 
     def norm_squared(self) -> float:
-        """Return the sum of squares of this rank's reduced gradients. Collective if squares are summed exactly."""
+        """Return the sum of squares of this rank's reduced gradients. Collective if it is exact."""
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
         # Exact sums are collective over the sharers: their rank 0 returns the sum over all of them, the others 0.
@@ -121,7 +118,7 @@ class ShardedUpdate:
         return float(exact.rounded(digits)) if counts else 0.0
 
     def begin_update(self, scale: float) -> None:
-        """Advance the optimizer's step count. Gradients of this step are multiplied by ``scale``. Local."""
+        """Advance the optimizer's step count. The gradients will be multiplied by ``scale``. Local."""
         self._scale = scale
         self.optimizer.begin_step()
 
@@ -130,7 +127,7 @@ class ShardedUpdate:
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum squared norms of tensors over the ranks that hold parts of these tensors. Collective over these ranks."""
+        """Sum the squared norms of sharded tensors. Collective over the ranks with their shards."""
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
@@ -140,7 +137,7 @@ class ShardedUpdate:
         self._norms = exact.rounded(norms) if self._exactly else norms
 
     def sum_rows(self, op: Operation) -> None:
-        """Sum the gradients of tensors that the tensor axis does not shard. Collective over the tensor axis."""
+        """Sum the gradients of unsharded tensors. Collective over the tensor axis."""
         sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:
@@ -153,5 +150,5 @@ class ShardedUpdate:
         return self.optimizer if isinstance(self.optimizer, MasterWeights) else None
 
     def slots(self) -> dict[str, FlatStore]:
-        """Return a dict from kind in a checkpoint, such as "optimizer.m", to the store of optimizer state. Local."""
+        """Return a dict from the kind of optimizer state, such as "optimizer.m", to its store. Local."""
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}

@@ -21,7 +21,7 @@ TIES = 1 << 10
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """Tensor that two pipeline ranks use: rank ``owner`` has the original, and rank ``holder`` has a copy."""
+    """Tensor on two pipeline ranks: rank ``owner`` has the original, and rank ``holder`` has a copy."""
 
     key: str  # name in the model's layout
     unit: int  # model unit of the original tensor
@@ -68,18 +68,18 @@ class TiedCopies:
         return {tie.key for tie in self._held}
 
     def after_backward(self) -> list[Operation]:
-        """Return the operations that send the gradients of copies of tied tensors to the owner ranks. Local."""
+        """Return the operations that send gradients of tied tensors from the copies to the owners. Local."""
         return [Operation(Kind.COPY_GRADIENT, unit=unit) for unit in self._units()]
 
     def after_update(self) -> list[Operation]:
-        """Return the operations that send new values of tied tensors from owners to copies after the update. Local."""
+        """Return the operations that send new values of tied tensors from the owners to the copies. Local."""
         return [Operation(Kind.COPY_VALUE, unit=unit) for unit in self._units()]
 
     def _units(self) -> list[int]:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Add the copies' gradients of layer ``op.unit``'s tied tensors on the owner. Collective over these ranks."""
+        """Add the copies' gradients of the tied tensors of layer ``op.unit`` on the owner. Collective."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
@@ -91,7 +91,7 @@ class TiedCopies:
         wait_all(requests)
 
     def value(self, op: Operation) -> None:
-        """Send the tied tensors of layer ``op.unit`` from the owner to the copies. Collective over these ranks."""
+        """Send the tied tensors of layer ``op.unit`` from the owner to the copies. Collective."""
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:
@@ -103,7 +103,7 @@ class TiedCopies:
         wait_all(requests)
 
     def refresh(self) -> None:
-        """Send all tied tensors from owner ranks to ranks with copies, to start a run. Collective over the pipeline."""
+        """Send all tied tensors from owners to copies, at the start of a run. Collective over the pipeline."""
         for op in self.after_update():
             self.value(op)
 

@@ -84,7 +84,7 @@ NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
 
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
-    """Return the strategy "allreduce". ``shards``: logical shards, or None. Collective over the data axis."""
+    """Return the strategy "allreduce", which sums gradients over all data ranks. Collective over the data axis."""
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
@@ -110,7 +110,7 @@ def compressed(context: RankContext, compression: Compression) -> DataExchange:
 
 
 def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> DataExchange:
-    """Return the strategy "dgc" (deep gradient compression, see `Dgc`). Collective over the data axis."""
+    """Return the strategy "dgc" (deep gradient compression). Collective over the data axis."""
     optimizer = replace(context.optimizer, momentum=0.0, nesterov=False)  # the compressor has the momentum
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = Dgc(context, update, config, masks_velocity=masks_velocity)
@@ -118,7 +118,7 @@ def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool
 
 
 def onebit(context: RankContext, config: CompressionConfig, seed: int = 0) -> DataExchange:
-    """Return the strategy 1-bit Adam. Collective over the data axis."""
+    """Return the strategy "onebit" (1-bit Adam). Collective over the data axis."""
     optimizer = replace(context.optimizer, name="sgd", momentum=0.0)  # adds the decay and the learning rate
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = OneBit(context, update, config, seed)
@@ -187,10 +187,7 @@ def zero(
     shards: LogicalShards | None = None,
     compression: Compression = NO_COMPRESSION,
 ) -> DataExchange:
-    """Return the strategy ZeRO of ``stage`` 1, 2 or 3. Collective over the world.
-
-    ``shards``: logical shards to sum in a fixed order, or None. Raises ConfigurationError for unsupported settings.
-    """
+    """Return the strategy ZeRO of ``stage`` 1, 2 or 3, or raise ConfigurationError. Collective over the world."""
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 
 

@@ -51,7 +51,7 @@ from hpcdist.strategies.data.residuals import Feedback, Residuals, with_loss_sca
 
 
 class CodedSum(Sum):
-    """Allreduce of gradients with the compressor ``name``. Construction is collective over the data axis."""
+    """Allreduce of gradients with a compressor. Construction is collective over the data axis."""
 
     def __init__(
         self, context: RankContext, update: ShardedUpdate, name: str, config: CompressionConfig, seed: int
@@ -136,10 +136,7 @@ class CodedSum(Sum):
 
 
 class LocalGradients(Reducer):
-    """Base class of reducers that apply the momentum in place of the optimizer of ``update``.
-
-    ``buckets``: ranges of the flat gradient vector, each handled by one operation.
-    """
+    """Base class of reducers that apply the momentum themselves, in place of the optimizer."""
 
     def __init__(self, context: RankContext, update: ShardedUpdate, buckets: Sequence[Range]) -> None:
         super().__init__(update)
@@ -151,14 +148,11 @@ class LocalGradients(Reducer):
         """Do nothing: the gradients in the range ``op.range`` stay on this rank. Local."""
 
     def compress(self, op: Operation) -> None:
-        """Exchange compressed gradients of the range ``op.range``; replace the gradients by update directions."""
+        """Exchange compressed gradients of ``op.range``, and replace the gradients by update directions."""
         raise NotImplementedError
 
     def norm_squared(self) -> float:
-        """Return the squared norm of this rank's gradients.
-
-        Local, or collective over the world if gradients are clipped and a replica has several ranks.
-        """
+        """Return the squared norm of this rank's gradients. Collective if gradients are clipped."""
         squared, context = self.update.norm_squared(), self.context
         self._replica = squared
         if context.optimizer.clip_norm and context.pipeline.size * context.tensor.size > 1:
@@ -169,7 +163,7 @@ class LocalGradients(Reducer):
         return squared
 
     def clip_factor(self, correction: float) -> float:
-        """Return ``correction`` (normalizes a weighted loss) times this replica's gradient clipping factor. Local."""
+        """Return the gradient clipping factor of this replica, times ``correction``. Local."""
         limit = self.context.optimizer.clip_norm
         replica = self._replica * correction**2
         return correction * (clip_factor(replica, limit, self.context.data.size) if limit else 1.0)
@@ -179,14 +173,13 @@ VELOCITY: Final = "velocity"
 
 
 class DgcCoder(GradientCoder):
-    """Encoder of the largest values in ``states``, where unsent values accumulate from step to step. Local."""
+    """Encoder of the largest gradient values; the unsent values accumulate from step to step. Local."""
 
     def __init__(self, layout: Layout, density: float, states: Mapping[Range, DeepGradientCompression]) -> None:
         super().__init__(layout, TopK(density=density), seed=0, rank=0)
         self._states = states
 
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
-        """Write the largest unsent values of the tensor ``unit`` to ``payload``. ``values`` is ignored."""
         self._states[unit.where].encode(payload)
 
 
@@ -245,7 +238,6 @@ class Dgc(LocalGradients):
         return super().begin_update(1.0, correction)  # each rank clips its own gradients
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients in the range ``op.range`` by the sum of the values that all ranks send."""
         gradients = self.update.gradients.range(op.part)
         for _, where in self.context.layout.within(op.part):
             values, state = gradients[where.shift(-op.part.start).slice], self._states[where]

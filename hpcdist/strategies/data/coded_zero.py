@@ -43,12 +43,7 @@ from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
-from hpcdist.strategies.data.residuals import (
-    Feedback,
-    StepResiduals,
-    with_loss_scale,
-    without_loss_scale,
-)
+from hpcdist.strategies.data.residuals import Feedback, StepResiduals, with_loss_scale, without_loss_scale
 
 REPLICAS: Final = OPTIMIZER  # index, after the levels, of the ranks that own the same cut
 _NAMES: Final = {
@@ -60,10 +55,7 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
-    """Return one bool per communicator of ``cuts``: True if its messages are compressed. Collective over ``data``.
-
-    Raises ConfigurationError if a communicator is neither within a node nor between nodes.
-    """
+    """Return one bool per communicator of ``cuts``: True if its messages are compressed. Collective over ``data``."""
     # With ``across_nodes``, only communicators with one rank per node compress messages.
     comms = [*cuts.comms, cuts.replicas]
     if not across_nodes:
@@ -89,7 +81,7 @@ def _kind(comm: Communicator | None) -> str:
 
 
 def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatStore:
-    """Return a float32 scratch store on the device of ``store`` for the shard ``cuts.cuts[layer][cut]``. Local."""
+    """Return a float32 scratch store for one shard of ``layer``, on the device of ``store``. Local."""
     return FlatStore(
         store.layout,
         FLOAT32,
@@ -102,10 +94,7 @@ _ROUND = 1 << 24  # step numbers of the coder: update number + _ROUND * earlier 
 
 
 class CompressedSums:
-    """Sums of ZeRO gradients with the compressor ``name``. Construction is collective over the data axis.
-
-    If ``config.across_nodes`` is True, messages within nodes stay uncompressed. ``seed``: seed of the run.
-    """
+    """Sums of ZeRO gradients with a compressor. Construction is collective over the data axis."""
 
     def __init__(
         self, context: RankContext, update: ShardedUpdate, cuts: Cuts, name: str, config: CompressionConfig, seed: int
@@ -148,18 +137,17 @@ class CompressedSums:
 
     @property
     def is_compressing(self) -> bool:
-        """True if the next update compresses gradients, or adds residuals that were read from a checkpoint."""
+        """True if the next update compresses gradients or adds restored residuals."""
         if self._update.optimizer.count < self._warmup_steps:
             return False
         return not self._alone or (self._residuals is not None and self._residuals.are_owed)
 
     def begin(self) -> None:
-        """Prepare for a step, after the previous step ended or was abandoned. Local."""
         self._step = self.coder.step = self._update.optimizer.count
         self._sums.clear()
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Sum ``layer`` as `Cuts.sum` does, but compress the messages (or only messages between nodes). Collective."""
+        """Reduce-scatter ``layer`` like `Cuts.sum`, with compressed messages. Collective."""
         if not (self.feedback.is_open or self.is_compressing):
             self._cuts.sum(store, layer, start, stop)
             return
@@ -196,7 +184,7 @@ _NEAREST: Final = CompressionConfig(error_feedback=True)  # selects rounding to 
 
 
 class CompressedGathers:
-    """All-gathers of sharded layers with the compressor ``name``. Construction is collective over the data axis."""
+    """All-gathers of sharded layers with a compressor. Construction is collective over the data axis."""
 
     def __init__(self, context: RankContext, cuts: Cuts, name: str, *, across_nodes: bool) -> None:
         self._cuts = cuts
@@ -211,7 +199,7 @@ class CompressedGathers:
         self.keeps_decoded = any(level in self._reductions for level in range(PARAMETERS, OPTIMIZER))
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """All-gather as `Cuts.gather` does, but compress the messages (or only messages between nodes). Collective."""
+        """All-gather ``layer`` like `Cuts.gather`, with compressed messages. Collective."""
         for level in reversed(range(start, stop)):
             if level in self._reductions:
                 self._decode(store, layer, level)

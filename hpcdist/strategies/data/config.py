@@ -41,12 +41,7 @@ RULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """Section ``[zero]``: sharding degrees, prefetch and offload.
-
-    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees: numbers of data ranks that shard the state. On
-    p data ranks, 0 selects (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide
-    the next, and the last must divide p.
-    """
+    """Section ``[zero]``: sharding degrees, prefetch and offload."""
 
     parameters: int = key(0, "Ranks that shard the parameters. Must divide gradients. 0: set by the strategy.", ge=0)
     gradients: int = key(0, "Ranks that shard the gradients. Must divide optimizer. 0: set by the strategy.", ge=0)

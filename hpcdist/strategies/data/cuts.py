@@ -36,23 +36,20 @@ OPTIMIZER: Final = 3
 
 
 class Cuts:
-    """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world.
-
-    ``cuts[layer]``: four nested flat ranges, namely the layer, its parameter shard, its gradient shard, and the range
-    that this rank updates. ``comms[k]``: ranks that divide range k into range k + 1.
-    """
+    """Nested ranges of each layer: whole layer (level 0), parameter shard, gradient shard, updated range (level 3)."""
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
         self.degrees = degrees
         self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
-        self.comms = [self._between(inner, outer) for inner, outer in self._blocks]  # None: a single rank
+        # Construction is collective over the world. comms[k]: ranks that divide range k into range k + 1, or None
+        self.comms = [self._between(inner, outer) for inner, outer in self._blocks]
         self.sharers = self._between(1, degrees.optimizer)  # ranks that together update each layer once
         self.replicas = self._between(degrees.optimizer, context.data.size)  # ranks that update the same ranges
         self.algorithm = _alike(context)
         self._sharding = self._choose_sharding(context)
-        self.cuts: dict[int, list[Range]] = {}
+        self.cuts: dict[int, list[Range]] = {}  # by layer: the layer, its parameter and gradient shards, updated range
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, relative to its range
         for unit, whole in context.ranges.items():
             layer = context.model.stages[unit].layer
@@ -100,41 +97,37 @@ class Cuts:
         return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Reduce-scatter ``layer`` in place: sum range ``cuts[layer][start]``, keep shard ``cuts[layer][stop]``.
-
-        ``start``, ``stop``: levels from 0 to 3. If ``stop`` is 3, also sum over the replicas. Elements outside of the
-        shard become undefined. Collective over these levels.
-        """
+        """Reduce-scatter ``layer`` in place, from the shard at nesting level ``start`` to ``stop``. Collective."""
         for level in range(start, stop):
             self.reduce_level(store, layer, level)
         if stop == OPTIMIZER and self.replicas is not None:
             self.sum_replicas(store, layer)
 
     def reduce_level(self, store: FlatStore, layer: int, level: int) -> None:
-        """Reduce-scatter the range ``cuts[layer][level]`` in place, over ``comms[level]``. Collective."""
+        """Reduce-scatter ``layer`` in place, from its shard at nesting level ``level`` to the next. Collective."""
         comm, part = self.comms[level], self.cuts[layer][level]
         if comm is not None and part:
             self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
 
     def shares_at(self, layer: int, level: int) -> list[Range]:
-        """Return the range ``cuts[layer][level + 1]`` of each rank of ``comms[level]``, in rank order. Local."""
+        """Return the shard of ``layer`` at nesting level ``level`` + 1 on each rank of that level. Local."""
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
-        """Allreduce, over ``replicas`` and in place, the range of ``layer`` that this rank updates. Collective."""
+        """Allreduce the range of ``layer`` that this rank updates, over its replicas and in place. Collective."""
         part = self.cuts[layer][OPTIMIZER]
         if self.replicas is not None and part:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
 
     def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
-        """Divide each range in ``parts`` equally among the ranks of ``replicas``. Return this rank's shares. Local."""
+        """Divide each range in ``parts`` equally among the replicas. Return this rank's subranges. Local."""
         if self.replicas is None:
             return list(parts)
         count, rank = self.replicas.size, self.replicas.rank
         return [split(part.size, count, self._itemsize)[rank].shift(part.start) for part in parts]
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """All-gather the range ``cuts[layer][start]`` from each rank's ``cuts[layer][stop]``. Collective."""
+        """All-gather ``layer`` in place, from its shard at nesting level ``stop`` to level ``start``. Collective."""
         for level in reversed(range(start, stop)):
             comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
@@ -151,7 +144,7 @@ class Cuts:
         return owners
 
     def free(self) -> None:
-        """Free the communicators. No method that communicates may be called afterwards. Collective."""
+        """Free the communicators. Collective."""
         for comm in self._made.values():
             if comm is not None and comm is not self._data:
                 comm.free()
@@ -159,15 +152,15 @@ class Cuts:
 
     @property
     def at_once(self) -> bool:
-        """True if every layer is divided once, over the whole data axis, and not level by level."""
+        """True if every layer is divided once, over the whole data axis, and not in nested steps."""
         return [comm for comm in self.comms if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return the ranges of `of_all`, relative to the start of ``layer``. Local."""
+        """Return the range that each data rank updates, relative to the start of ``layer``. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:
-        """Return the range of ``layer`` that each data rank updates. Requires `at_once` or one data rank. Local."""
+        """Return the flat range of ``layer`` that each data rank updates. Requires `at_once` or one rank. Local."""
         if self._data.size == 1:
             return [self.cuts[layer][OPTIMIZER]]
         (level,) = [level for level, comm in enumerate(self.comms) if comm is self._data]

@@ -42,17 +42,13 @@ PENDING: Final = "gradients.pending"  # kind, in a checkpoint, of the summed gra
 
 
 class DelayedExchange(DataExchange):
-    """Allreduce whose gradient buckets are summed during the next step, and applied at the end of the next step."""
+    """Strategy that allreduces gradients during the next step and applies them one step late."""
 
     # The backward pass writes into the store ``written``, while the previous step's gradients are summed in the store
     # of ``update``. After the update, the two stores are swapped. Handlers are collective over the data axis.
 
     def __init__(
-        self,
-        context: RankContext,
-        update: ShardedUpdate,
-        written: FlatStore,
-        background: BackgroundCollectives | None,
+        self, context: RankContext, update: ShardedUpdate, written: FlatStore, background: BackgroundCollectives | None
     ) -> None:
         traits = Traits(algorithm=context.algorithm, identical=True, alternates=True, restores=("pending",))
         reducer = Reducer(update, counts=context.data.rank == 0)
@@ -99,7 +95,6 @@ class DelayedExchange(DataExchange):
             self._in_flight.remove(key)
 
     def norm_squared(self) -> float:
-        """Return a number whose sum over the ranks is the squared norm of the pending gradient, or 0 without one."""
         return super().norm_squared() * self._pending_correction**2 if self._is_pending else 0.0
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
@@ -114,12 +109,12 @@ class DelayedExchange(DataExchange):
             super().begin_update(scale * self._pending_correction)
 
     def update_if_pending(self, op: Operation) -> None:
-        """Execute ``op``, an operation of the optimizer update, if a gradient is pending. Local."""
+        """Execute the update operation ``op`` if a gradient is pending. Local."""
         if self._is_pending:
             self.update.handlers[op.kind](op)
 
     def apply(self, op: Operation) -> None:
-        """Update the parameters in the range of ``op``. After the last range, swap the two gradient stores. Local."""
+        """Update the parameters in the range of ``op``. Local."""
         self.update_if_pending(op)
         if op.range != self.update.parts[-1]:
             return

@@ -30,7 +30,7 @@ from hpcdist.strategies.data.reducers import Reducer
 
 
 class DataExchange(Exchange):
-    """Data-parallel strategy: a gradient ``reducer``, an optimizer ``update`` and a parameter ``gatherer``."""
+    """Data-parallel strategy that consists of a gradient reducer, an optimizer update and a parameter gatherer."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class DataExchange(Exchange):
 
 
 def saved_shares(context: RankContext) -> list[Range]:
-    """Return the ranges of replicated state that this rank saves: an equal share of bytes per data rank. Local."""
+    """Return the flat ranges of replicated state that this rank saves in a checkpoint. Local."""
     data, dtype = context.data, context.dtype if context.working is None else context.master_dtype
     shares = [split(part.size, data.size, dtype.itemsize)[data.rank].shift(part.start) for part in context.parts]
     return counted(context.layout, shares, context.tensor)
@@ -137,7 +137,7 @@ GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START)
 
 
 class LockStepGuard:
-    """Checker that all data ranks execute collectives in the same order, in training and in evaluation."""
+    """Check that all data ranks execute collectives in the same order."""
 
     def __init__(self, data: Communicator, algorithm: str) -> None:
         self._data, self._algorithm = data, algorithm
@@ -146,7 +146,7 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Return ``handlers``, wrapped so that operation types in `GUARDED` first call `check_next`. Local."""
+        """Return ``handlers``, wrapped to call `check_next` before operations that communicate. Local."""
         return {kind: self._around(handler) if kind in GUARDED else handler for kind, handler in handlers.items()}
 
     def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
@@ -157,10 +157,7 @@ class LockStepGuard:
         return compare_and_handle
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Start to compare a step's ``operations`` with the first step (or evaluation). The first call is collective.
-
-        Raises ScheduleError if the order differs.
-        """
+        """Start a step. Raises ScheduleError if its ``operations`` differ from the first step's. Collective."""
         self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
         order = [op for op in operations if op.kind in GUARDED]
         agreed = self._orders.setdefault(self._pass, order)
@@ -173,7 +170,7 @@ class LockStepGuard:
         self._due = enumerate(agreed, start=1)
 
     def check_next(self, op: Operation) -> None:
-        """Raise ScheduleError unless ``op`` is the next operation in the order of the first step. Local."""
+        """Raise ScheduleError unless ``op`` is the next collective of the first step. Local."""
         if self._due is None:
             return
         index, due = next(self._due, (0, None))  # beyond the end no operation is due

@@ -49,10 +49,7 @@ from hpcdist.strategies.data.cuts import OPTIMIZER, PARAMETERS, WHOLE, Cuts
 
 
 class Gatherer:
-    """Base class of gatherers: they send updated parameters to all ranks that compute with the parameters.
-
-    The base class gathers nothing: every rank updates all parameters that it computes with.
-    """
+    """Base class of gatherers, which send updated parameters to the ranks that compute with them."""
 
     handlers: Handlers = MappingProxyType({})
 
@@ -94,7 +91,7 @@ class Gatherer:
 
 
 class CutGatherer(Gatherer):
-    """All-gather of each layer's ZeRO parameter shards before use. Handlers are collective over the data axis."""
+    """All-gather of each layer's ZeRO parameter shards before use. Methods are collective over the data axis."""
 
     def __init__(
         self,
@@ -121,7 +118,6 @@ class CutGatherer(Gatherer):
 
     @property
     def parameters(self) -> FlatStore:
-        """Store of the decoded shards if this rank keeps them, else of the parameters that the optimizer updates."""
         return self.update.parameters if self._decoded is None else self._decoded
 
     def begin(self) -> None:
@@ -138,11 +134,11 @@ class CutGatherer(Gatherer):
         return plan
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. If it is sharded, the store is valid from `gather` to `free`."""
+        """Return the store of the whole ``layer``. A sharded layer is valid from `gather` to `free`."""
         return self._whole.at(layer) if layer in self._cut_layers else self.parameters
 
     def gather(self, op: Operation) -> None:
-        """All-gather layer ``op.unit``: before each use if it is cut, else after the update."""
+        """All-gather the sharded layer ``op.unit``."""
         layer = self._layer_of[op.unit]
         if layer not in self._cut_layers:  # after the update
             self._copy_cut(layer)
@@ -163,7 +159,7 @@ class CutGatherer(Gatherer):
         self._whole.free(self._layer_of[op.unit])
 
     def refresh(self, op: Operation) -> None:
-        """All-gather this rank's shard of layer ``op.unit`` from the parts that other ranks updated."""
+        """All-gather this rank's shard of layer ``op.unit`` from the ranks that update parts of this shard."""
         layer = self._layer_of[op.unit]
         self._copy_cut(layer)
         self.gathers.gather(self.parameters, layer, PARAMETERS, OPTIMIZER)
@@ -199,10 +195,7 @@ _TAG: Final = 0  # messages between two ranks stay in the order of the layers, w
 
 
 class NodeParameters:
-    """Parameters in memory that a node's data ranks share. Construction is collective over the data axis.
-
-    Raises MissingCapabilityError on all ranks if ranks of a node cannot share memory.
-    """
+    """Parameters in memory that the data ranks of a node share. Construction is collective over the data axis."""
 
     # All ranks read a front buffer, and update a back buffer. ``cuts[i][r]``: range of layer i that data rank r
     # updates.
@@ -251,7 +244,7 @@ class NodeParameters:
         return self._stores[0]
 
     def begin(self) -> FlatStore:
-        """Copy the ranges that this rank updates from the front to the back buffer. Return the back buffer. Local."""
+        """Copy the ranges that this rank updates to the back buffer, and return the back buffer. Local."""
         back = self._stores[-1]
         for part in self._cuts if back is not self.front else ():
             back.range(part)[...] = self.front.range(part)
@@ -269,7 +262,7 @@ class NodeParameters:
         self._stores.reverse()
 
     def free(self) -> None:
-        """Free the communicator. `commit` may not be called afterwards. Collective over the data axis."""
+        """Free the communicator. Collective over the data axis."""
         if self._comm is not self._data:
             self._comm.free()
 
@@ -286,7 +279,7 @@ class NodeParameters:
 
 
 class NodeShared(Gatherer):
-    """Gatherer for parameters in memory that a node's ranks share. Its operation COMMIT ends an update."""
+    """Gatherer for parameters in memory that the ranks of a node share."""
 
     def __init__(self, update: ShardedUpdate, cuts: Cuts, node: NodeParameters) -> None:
         super().__init__(update)

@@ -47,10 +47,7 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Factory of a rank's parameters, gradients and optimizer, in device memory, on the host or in a file. Local.
-
-    Raises ConfigurationError for unsupported settings. Writes raise StorageError if the disk is full.
-    """
+    """Factory of parameters, gradients and optimizer in device memory, on the host or in a file. Local."""
 
     def __init__(self, context: RankContext, config: ZeroConfig) -> None:
         self._context, self._config = context, config
@@ -62,11 +59,11 @@ class Offload:
 
     @property
     def is_resident(self) -> bool:
-        """True if parameters are not offloaded, but stay in the memory of the device that computes."""
+        """True if parameters stay in the memory of the device that computes."""
         return self._config.offload_parameters == "none"
 
     def shards(self, category: str, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of this rank's shards, the ranges ``parts``. ``category``: "parameters" or "gradients"."""
+        """Return the store of the flat ranges ``parts``. ``category``: "parameters" or "gradients"."""
         return self._store(self._config.offload_parameters, category, parts)
 
     def optimizer(self, parts: Sequence[Range]) -> Optimizer:
@@ -103,7 +100,7 @@ class Offload:
 
 
 class BlockedOptimizer(WrappedOptimizer):
-    """Wrapper of the optimizer ``inner`` with equal results, for arrays in a file or on the host of a GPU."""
+    """Optimizer that updates arrays in a file or on the host block by block, with equal results."""
 
     def __init__(self, inner: SegmentWise, *, on: str = "cpu", ledger: Ledger | None = None) -> None:
         super().__init__(inner)

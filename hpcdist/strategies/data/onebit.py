@@ -55,9 +55,9 @@ LEAST: Final = 1 << 12  # smallest number of elements in a chunk of a single ten
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Tensors that are quantised together, as ordered pairs (tensor, range in the flat parameter vector)."""
+    """Tensors that are quantised together."""
 
-    tensors: tuple[tuple[Segment, Range], ...]
+    tensors: tuple[tuple[Segment, Range], ...]  # (tensor, its flat parameter range), in order
 
     @property
     def size(self) -> int:
@@ -87,11 +87,7 @@ class ScaleGroup:
             store.range(where)[...] = values[place.slice]
 
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
-        """Yield checkpoint pieces of ``array``, a part of the group's values.
-
-        ``within``: range of ``array`` in the result of `gather`. ``kind``: kind of the pieces. ``parts``: flat ranges
-        to save.
-        """
+        """Yield checkpoint pieces of ``array``, the elements ``within`` of the result of `gather`."""
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
             common_places = place.intersect(within)
@@ -104,7 +100,7 @@ class ScaleGroup:
 
 
 def scale_groups(layout: Layout, part: Range, ranks: int) -> list[ScaleGroup]:
-    """Divide the tensors in the flat range ``part`` into groups to quantise together, for ``ranks`` data ranks."""
+    """Divide the tensors in the flat range ``part`` into groups to quantise together."""
     groups: list[ScaleGroup] = []
     packs: dict[tuple[bool, bool], list[tuple[Segment, Range]]] = {}
     for segment, where in layout.within(part):
@@ -122,7 +118,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 class OneBit(LocalGradients):
-    """1-bit Adam: after a warm-up with full gradients, ranks exchange signs of their Adam momentum."""
+    """1-bit Adam: after a warm-up with full gradients, ranks exchange the signs of their Adam momentum."""
 
     # ``context.optimizer`` configures Adam. The optimizer of ``update`` only applies weight decay and learning rate.
 
@@ -165,12 +161,11 @@ class OneBit(LocalGradients):
         return [Operation(Kind.COMPRESS, range=part) for part in self.groups]
 
     def reduce(self, op: Operation) -> None:
-        """Allreduce the gradients in the range ``op.range`` in the warm-up; do nothing afterwards."""
+        """Allreduce the gradients of ``op.range`` in the warm-up; do nothing afterwards."""
         if not self.is_compressing:
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
     def norm_squared(self) -> float:
-        """Return this rank's part of the squared norm of summed gradients, or of local gradients after the warm-up."""
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:
@@ -188,7 +183,6 @@ class OneBit(LocalGradients):
         return super().begin_update(1.0, correction)
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients in the range ``op.range`` by Adam's update directions."""
         groups, gradients = self.groups[op.part], self.update.gradients
         for group, adam in groups:
             gradient = group.gather(gradients)
@@ -272,7 +266,6 @@ class OneBit(LocalGradients):
         return pieces
 
     def state(self) -> dict[str, Any]:
-        """Return {"frozen": number of ranks with compression errors, or 0 before the variance is frozen}."""
         return {FROZEN: self.context.data.size if self._is_frozen else 0}
 
     def restored(self, state: Mapping[str, Any]) -> None:

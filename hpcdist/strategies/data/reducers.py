@@ -46,15 +46,15 @@ class Reducer:
         self.feedback = Feedback()
 
     def plan(self) -> list[Operation]:
-        """Return the reducer's operations before AGREE, in which the ranks sum loss and gradient norm. Local."""
+        """Return the reducer's operations before the agreement on loss and gradient norm. Local."""
         raise NotImplementedError
 
     def plan_after_agreement(self) -> list[Operation]:
-        """Return the reducer's operations between AGREE and the optimizer update. Local."""
+        """Return the reducer's operations after the agreement on loss and gradient norm. Local."""
         return []
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare for a step with ``operations``. If the previous step was abandoned, restore its residuals. Local."""
+        """Prepare for a step. If the previous step was abandoned, restore its compression errors. Local."""
         self.feedback.give_up()
 
     def gradients_at(self, layer: int) -> FlatStore:
@@ -62,15 +62,12 @@ class Reducer:
         return self.update.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's contribution to the squared norm of the mean gradient, a sum over all ranks. Local."""
+        """Return this rank's summand of the squared norm of the mean gradient. Local."""
         squared = self.update.norm_squared()
         return squared if self.counts else 0.0
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Return the factor by which the update multiplies gradients; keep this step's residuals. Local.
-
-        ``scale``: clipping factor times ``correction``. ``correction``: factor that normalizes a weighted loss.
-        """
+        """Return the factor by which the update multiplies the gradients, by default ``scale``. Local."""
         self.feedback.keep()
         return scale
 
@@ -79,7 +76,7 @@ class Reducer:
         return self.feedback.pieces()
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Read the scalars ``state`` of a checkpoint; return the kinds of pieces that may be missing in it. Local."""
+        """Read the checkpoint scalars ``state``; return the kinds of pieces that may be missing. Local."""
         return self.feedback.prepare_restore(state)
 
     def wanted(self) -> list[Piece]:
@@ -96,7 +93,7 @@ class Reducer:
 
 
 class Sum(Reducer):
-    """Allreduce of gradients in buckets. With ``background``, it overlaps with the backward pass."""
+    """Allreduce of gradients in buckets, which may overlap with the backward pass."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class Sum(Reducer):
 
 
 class TreeSum(Reducer):
-    """Allreduce that adds the micro-batches' gradients in a fixed tree, with the same bits on any number of ranks."""
+    """Allreduce that adds micro-batches in a fixed tree, with the same bits on any number of ranks."""
 
     # Micro-batches are logical shards. Ranks with fewer shards get an empty last micro-batch. After each micro-batch
     # but the last, the operation ADD adds its gradients to this rank's partial sums. After the last, REDUCE completes
@@ -166,7 +163,7 @@ class TreeSum(Reducer):
 
 
 class Scatter(Reducer):
-    """Gradient reduction of ZeRO: reduce-scatters each layer's gradients to the ranks' shards."""
+    """Gradient reduction of ZeRO: reduce-scatter of each layer's gradients to the ranks' shards."""
 
     _kept_cut = GRADIENTS
 
@@ -207,28 +204,27 @@ class Scatter(Reducer):
             self._compressed.begin()
 
     def gradients_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. If `reduce` frees the layer, the store becomes invalid. Local."""
         return self.update.gradients if self._whole is None else self._whole.at(layer)
 
     def reduce(self, op: Operation) -> None:
-        """Reduce-scatter the gradients of the layer in ``op.range``, and free the layer unless it is kept whole."""
+        """Reduce-scatter the gradients of the layer in ``op.range``."""
         layer = self._layer_at[op.part]
         self.sums.sum(self.gradients_at(layer), layer, WHOLE, self._first_stop)
         self._keep_shard(layer)
 
     def combine(self, op: Operation) -> None:
-        """Reduce-scatter this rank's gradient shard of the layer in ``op.range`` among the ranks that hold it."""
+        """Reduce-scatter this rank's gradient shard of the layer in ``op.range`` among the ranks with this shard."""
         self.sums.sum(self.update.gradients, self._layer_at[op.part], GRADIENTS, OPTIMIZER)
 
     def start(self, op: Operation) -> None:
-        """Start to reduce-scatter the gradients of the layer in the flat range ``op.range``."""
+        """Start to reduce-scatter the gradients of the layer in ``op.range``."""
         assert self._background is not None
         layer = self._layer_at[op.part]
         whole = self.gradients_at(layer).range(op.part)
         self._background.start_sum(op.range, whole, self.cuts.shares(layer), self.cuts.algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Wait for the reduce-scatter that `start` started for the layer in ``op.range``; keep this rank's shard."""
+        """Wait for the reduce-scatter that `start` started for the layer in ``op.range``."""
         assert self._background is not None
         self._background.wait(op.range)
         self._keep_shard(self._layer_at[op.part])
@@ -244,7 +240,7 @@ class Scatter(Reducer):
 
 
 class TreeScatter(Scatter):
-    """Gradient reduction of ZeRO that adds micro-batches in a fixed tree: the same bits on any number of ranks."""
+    """Reduce-scatter that adds micro-batches in a fixed tree, with the same bits on any number of ranks."""
 
     # With n micro-batches per rank, each rank keeps log2(n) partial sums of all its gradients. So ZeRO stages 2 and 3
     # save gradient memory only if n is 1.
@@ -269,13 +265,12 @@ class TreeScatter(Scatter):
         return [Operation(kind, range=part) for kind in (Kind.REDUCE, Kind.ADD) for part in self._ranges]
 
     def reduce(self, op: Operation) -> None:
-        """Add the last micro-batch's gradients of the layer in ``op.range``; complete the sum with the other ranks."""
         layer = self._layer_at[op.part]
         self._trees[layer].reduce_scatter(self._add(layer, op, copy=False), self._owners[layer])
         self._keep_shard(layer)
 
     def add(self, op: Operation) -> None:
-        """Add a micro-batch's gradients of the layer in ``op.range`` to local partial sums. Free the layer. Local."""
+        """Add a micro-batch's gradients of the layer in ``op.range`` to this rank's sums. Local."""
         layer = self._layer_at[op.part]
         self._add(layer, op, copy=True)
         if self._whole is not None:

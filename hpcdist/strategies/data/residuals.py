@@ -31,7 +31,7 @@ STATE: Final = "residuals"  # in a checkpoint's scalars: the number of ranks tha
 
 
 class Residuals:
-    """Compression errors of this rank in the flat ranges ``parts``, to add to the next gradients. Local."""
+    """Compression errors of this rank's gradients, to add to the next gradients. Local."""
 
     # This rank is number ``rank`` of the ``ranks`` ranks with residuals. Checkpoint pieces have the kind
     # "<kind>.<rank>".
@@ -55,14 +55,11 @@ class Residuals:
         self._old: list[FlatStore] = []  # residuals of another number of ranks, while a checkpoint is read
 
     def keep(self) -> None:
-        """End a step whose update begins: the new residuals replace the residuals of the previous step."""
+        """Replace the residuals of the previous step by the new residuals, because the update begins."""
         self.feedback.keep()
 
     def settle(self) -> None:
-        """End an abandoned step: restore the residuals of the previous step.
-
-        With the constructor argument ``can_roll_back=False``, the new residuals stay, because the run then ends.
-        """
+        """Restore the residuals of the previous step, because the last step was abandoned."""
         if self._can_roll_back:
             self.feedback.rollback()
         else:
@@ -78,7 +75,7 @@ class Residuals:
         return f"{self.kind}.{rank}"
 
     def prepare_restore(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Read the checkpoint scalars ``state``; return the kinds of its residual pieces, such as "residual.0"."""
+        """Read the checkpoint scalars ``state``; return the kinds of residuals in this checkpoint."""
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
             raise StorageError(
@@ -89,7 +86,7 @@ class Residuals:
         return tuple(map(self._kind, range(ranks)))
 
     def wanted(self) -> list[Piece]:
-        """Return the checkpoint pieces to read: views of the memory for residuals."""
+        """Return the residuals to read from a checkpoint, as views of the memory to fill."""
         if self._old_ranks == self.ranks:
             return pieces_of({self._kind(self.rank): self._store}, self._store.parts)
         shares = [
@@ -105,7 +102,7 @@ class Residuals:
         ]  # fmt: skip
 
     def restored(self) -> None:
-        """Finish a restore: if the number of ranks has changed, sum the residuals of all ranks in the checkpoint."""
+        """Finish a restore: with a new number of ranks, sum the residuals of all ranks in the checkpoint."""
         if self._old_ranks == self.ranks:
             return
         self._store.zero()
@@ -116,7 +113,7 @@ class Residuals:
 
 
 class StepResiduals(Residuals):
-    """Compression errors of ZeRO gradients, added to the gradients of the next micro-batch. Local."""
+    """Compression errors of ZeRO gradients, to add to the gradients of the next micro-batch. Local."""
 
     def __init__(
         self,
@@ -142,11 +139,11 @@ class StepResiduals(Residuals):
 
     @property
     def are_owed(self) -> bool:
-        """True if residuals from a checkpoint may remain for ranges that are not compressed."""
+        """True if restored residuals may remain for ranges that are not compressed."""
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Prepare to compress ``layer``: back up its residuals; add restored residuals to the float32 ``gradients``."""
+        """Prepare to compress ``layer``: back up its residuals, and add restored ones to ``gradients``."""
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:
             self._open.add(layer)
@@ -182,7 +179,7 @@ class StepResiduals(Residuals):
 
 
 class Feedback:
-    """All `Residuals` of one strategy: kept or restored after each step, and saved in checkpoints. Local."""
+    """All compression errors of one strategy, kept or restored after each step. Local."""
 
     # A step that compresses gradients sets `is_open`, and `keep` clears it. If it is still set when the next step
     # begins, the step was abandoned.
@@ -210,15 +207,15 @@ class Feedback:
         return [piece for residuals in self.residuals for piece in residuals.pieces()]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Read the scalars ``state`` of a checkpoint; return the kinds of residuals that may be missing in it."""
+        """Read the checkpoint scalars ``state``; return the kinds of residuals that may be missing."""
         return [kind for residuals in self.residuals for kind in residuals.prepare_restore(state)]
 
     def wanted(self) -> list[Piece]:
-        """Return all checkpoint pieces to read: views of the memory for residuals."""
+        """Return all residuals to read from a checkpoint, as views of the memory to fill."""
         return [piece for residuals in self.residuals for piece in residuals.wanted()]
 
     def state(self) -> dict[str, Any]:
-        """Return {"residuals": number of ranks with residuals} for a checkpoint, or {} without residuals."""
+        """Return the number of ranks with residuals as scalar "residuals", or {} without residuals."""
         return {STATE: self.residuals[0].ranks} if self.residuals else {}
 
     def restored(self) -> None:
@@ -228,10 +225,7 @@ class Feedback:
 
 
 def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
-    """Return float32 ``gradients`` unchanged, but 16-bit ``gradients`` as float32, divided by ``loss_scale``. Local.
-
-    ``wide``: float32 memory for the converted gradients, by default scratch memory that the next call reuses.
-    """
+    """Return 16-bit ``gradients`` as float32, divided by ``loss_scale``. Other ``gradients`` stay unchanged. Local."""
     if gradients.dtype == FLOAT32:
         return gradients
     if wide is None:
@@ -242,7 +236,7 @@ def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None =
 
 
 def with_loss_scale(values: Array, gradients: Array, loss_scale: float) -> None:
-    """Undo `without_loss_scale`: write its result ``values``, times ``loss_scale``, to 16-bit ``gradients``. Local."""
+    """Write ``values`` times ``loss_scale`` to the 16-bit ``gradients``, to undo `without_loss_scale`. Local."""
     if values is not gradients:
         values *= np.float32(loss_scale)
         kernels.round_into(values, gradients)

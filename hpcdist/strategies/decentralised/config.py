@@ -26,11 +26,7 @@ RULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecentralisedConfig:
-    """Section ``[decentralised]``: options of strategies in which each replica makes its own steps.
-
-    gossip: a rank averages its parameters with the parameters of its neighbours in ``graph``. local_sgd: all ranks
-    average their parameters every ``period`` steps. An outer SGD optimizer with Nesterov momentum takes the change.
-    """
+    """Section ``[decentralised]``: options of strategies in which each replica makes its own steps."""
 
     graph: str = key("ring", "Graph of the ranks that exchange parameters.", choices=GRAPHS)
     edges: str = key("", 'Edges of the graph, as "0-1, 1-2".')

@@ -40,7 +40,7 @@ _NOTHING: Final = 1e-12  # smaller eigenvalues are rounding errors of zero
 
 @dataclass(frozen=True)
 class Graph:
-    """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters."""
+    """Mixing graph of gossip: each rank's neighbours in each mixing round, and their weights."""
 
     # Step i uses round i modulo the number of rounds. In a complete graph, all ranks average with equal weights.
 
@@ -72,11 +72,7 @@ class Graph:
 
 
 def build(graph: str, size: int, edges: str = "") -> Graph:
-    """Return the mixing graph named ``graph`` on ``size`` ranks.
-
-    ``edges``: pairs of neighbours such as "0-1, 1-2", for the graph "edges". Raises ConfigurationError if ``edges`` is
-    invalid or does not connect all ranks.
-    """
+    """Return the mixing graph named ``graph`` on ``size`` ranks. Raises ConfigurationError for invalid ``edges``."""
     if graph == "edges":
         return _of_edges(size, parse_edges(edges))
     if graph == "complete" or size == 1:
@@ -173,10 +169,7 @@ BLOCK: Final = 1 << 14  # elements of each replica mixed at a time, to stay in t
 
 
 class NeighbourMixing:
-    """Gossip averaging of ``parameters`` with the neighbours in ``graph``. Construction is collective.
-
-    Each round calls `start`, then `wait`. Meanwhile, the parameters must not change.
-    """
+    """Gossip averaging of parameters with the neighbours in a graph. Construction is collective."""
 
     def __init__(self, context: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
         self._comm = context.data.dup("mixing")
@@ -190,7 +183,7 @@ class NeighbourMixing:
         self._under_way: list[Request] = []
 
     def start(self, number: int) -> None:
-        """Start to exchange the parameters with this rank's neighbours in mixing round ``number``."""
+        """Start to exchange the parameters with this rank's neighbours. They must not change until `wait`."""
         sources, targets = self._rounds[number % len(self._rounds)]
         # Receives are posted first, so that messages arrive in place. The tag is the bucket.
         for tag, part in enumerate(self._ranges):
@@ -235,10 +228,7 @@ LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that may end a step
 
 
 class GossipExchange(Replicas):
-    """Strategy gossip (D-PSGD): each rank makes its own steps and averages parameters with its neighbours.
-
-    Methods are collective over the data axis unless marked local.
-    """
+    """Strategy "gossip" (D-PSGD): each rank makes its own steps and averages parameters with its neighbours."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(context)

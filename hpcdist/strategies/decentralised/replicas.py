@@ -38,7 +38,7 @@ from hpcdist.strategies.decentralised.config import DecentralisedConfig
 
 
 class Replicas(Exchange):
-    """Base class of strategies whose replicas differ, because each rank updates with its own gradient."""
+    """Base class of strategies whose replicas differ, because each replica updates with its own gradient."""
 
     # Subclasses average the replicas. Their attribute ``factor``, such as the number of ranks, converts this rank's
     # share of the global mean gradient to the mean gradient of this rank's samples.
@@ -68,25 +68,21 @@ class Replicas(Exchange):
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Ignore the operation ``op``: this rank's gradients are not averaged over the ranks. Local."""
+        """Leave this rank's gradients as they are: they are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
-        """Return this rank's squared gradient norm divided by the number of ranks."""
         self._norm_squared = self.update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
-        """Start the update with this rank's gradient, clipped by its own norm; the argument ``scale`` is ignored."""
+        """Start the update with this rank's gradient, clipped by its own norm. ``scale`` is ignored."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         clip = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
         self.apart = True
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Replace ``store`` by its mean over the data axis. Return [|store - mean|^2, |mean|^2]. Collective.
-
-        ``weight``: this rank's weight. ``total``: sum of the weights, by default all 1.
-        """
+        """Replace ``store`` by its mean over the data axis. Return [|store - mean|^2, |mean|^2]. Collective."""
         squares = np.zeros(2)
         for part in self.ranges:
             values = store.range(part)
@@ -107,7 +103,7 @@ class Replicas(Exchange):
         return squares
 
     def record_consensus(self, squares: np.ndarray) -> None:
-        """Record the consensus distance of this step. ``squares``: result of `average`. Collective."""
+        """Record the consensus distance of this step from ``squares``, the result of `average`. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 
@@ -131,13 +127,12 @@ class Replicas(Exchange):
         return apart
 
     def pieces(self) -> Sequence[Piece]:
-        """Return this rank's checkpoint pieces: its shard of the averaged parameters and optimizer state."""
         part, data = self.context.part, self.context.data
         share = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
         return pieces_of({"parameters": self.parameters, **self.kept()}, [share])
 
     def kept(self) -> dict[str, FlatStore]:
-        """Return a dict of optimizer arrays to save in a checkpoint, keyed by name, such as ``optimizer.outer``."""
+        """Return a dict from the kind of optimizer state to save, such as "optimizer.outer", to its store."""
         return self.update.slots()
 
     def wanted(self) -> Sequence[Piece]:
@@ -151,7 +146,7 @@ OUTER: Final = "optimizer.outer"  # kind of the outer velocity in a checkpoint
 
 
 class OuterOptimizer:
-    """Outer optimizer of local SGD. Its gradient is the decrease of the mean parameters since the last averaging."""
+    """Outer optimizer of local SGD. Its gradient is the change of the mean parameters since the last averaging."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
@@ -159,7 +154,7 @@ class OuterOptimizer:
         self.slots = {OUTER: context.store("optimizer")} if config.outer_momentum else {}
 
     def begin(self, parameters: FlatStore) -> None:
-        """Save a copy of ``parameters``, from which the next outer gradient is computed."""
+        """Copy ``parameters``, from which the next outer gradient is computed."""
         self._start.copy_from(parameters)
 
     def step(self, parameters: FlatStore) -> None:
@@ -176,7 +171,7 @@ class OuterOptimizer:
 
 
 class LocalSgdExchange(Replicas):
-    """Local SGD: averages parameters every ``config.period`` steps. Methods are collective over the data axis."""
+    """Strategy "local_sgd": ranks average their parameters every ``config.period`` steps."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(context)
@@ -206,10 +201,7 @@ class LocalSgdExchange(Replicas):
         super().begin_update(scale)
 
     def replace_by_mean(self, op: Operation) -> None:
-        """Every ``config.period`` steps, average the parameters over all ranks; else do nothing. Collective.
-
-        After averaging, the optimizer moments are kept, averaged or reset, as ``config.moments`` says.
-        """
+        """Average the parameters over all ranks if this step ends a period. Collective."""
         if self._steps == self.config.period:
             self._take_mean()
             if self.config.moments != "keep":

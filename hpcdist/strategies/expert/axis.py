@@ -20,20 +20,14 @@ from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
-    """Return the communicator of the ranks of ``replicas`` that hold the same experts as this rank. Collective.
-
-    Every ``degree`` consecutive ranks of ``replicas`` divide all experts.
-    """
+    """Return the communicator of the ranks of ``replicas`` with the same experts as this rank. Collective."""
     same_experts = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
     assert same_experts is not None
     return same_experts
 
 
 class ExpertAxis:
-    """All-to-alls over ``comm``, the ranks that divide the experts. Methods are collective unless marked local.
-
-    ``algorithm``: name of the all-to-all algorithm. ``watch``: object that checks sent and received values for NaN.
-    """
+    """All-to-alls over ``comm``, the ranks that divide the experts. Methods are collective unless marked local."""
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder) -> None:
         self.comm, self.algorithm, self.watch = comm, algorithm, watch
@@ -41,10 +35,7 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return the number of token rows that each rank sends to each local expert. Collective.
-
-        ``sent[r, e]``: int64 number of rows to send to expert e of rank r. The result has the same shape.
-        """
+        """Return the number of token rows that each rank sends to each local expert. Collective."""
         begin = time.perf_counter()
         received = np.empty_like(sent)
         shares = _ranges(np.full(self.size, 1), sent.shape[1])
@@ -53,10 +44,7 @@ class ExpertAxis:
         return received
 
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send ``rows`` to all ranks, and receive the rows of all ranks in ``arrived``, both in rank order.
-
-        ``sent[r]``, ``received[r]``: numbers of rows to and from rank r.
-        """
+        """Send token ``rows`` to all ranks, and receive theirs in ``arrived``, both in rank order. Collective."""
         # Both arrays have shape (rows, width), are contiguous, and must not overlap.
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()
@@ -68,7 +56,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have written ``memory``; log an all-to-all of the size and dtype of array ``like``."""
+        """Wait until all ranks have written ``memory``, and log an all-to-all of the size of ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -77,7 +65,7 @@ class ExpertAxis:
         self._spent_s += time.perf_counter() - begin
 
     def taken_s(self) -> float:
-        """Return the seconds that this rank spent in all-to-alls since the last call of `taken_s`. Local."""
+        """Return the seconds spent in all-to-alls since the last call. Local."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
@@ -87,14 +75,11 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
     return [Range(int(start), int(stop)) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
-
-    ``chosen``: allreduce algorithm. Keyword-only ``settled``: the user chose it; use the same name, or "pairwise".
-    """
+def algorithm_for(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
+    """Return the name of the all-to-all algorithm to use over ``comm``. Collective."""
     is_one_node = comm.nodes().count == 1
-    if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):
-        return chosen if chosen in ALL_TO_ALL else "pairwise"
+    if settled and not (gradient_algorithm == NODE_SHARED and is_one_node and on == "cpu"):
+        return gradient_algorithm if gradient_algorithm in ALL_TO_ALL else "pairwise"
     if not is_one_node:
         return "hierarchical"
     return NODE_SHARED if on == "cpu" else "native"

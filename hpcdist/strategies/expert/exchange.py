@@ -24,10 +24,7 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 
 
 class ExpertExchange(Exchange):
-    """Strategy of a mixture of experts: one gradient exchange for dense tensors and one for experts. Collective.
-
-    ``make(context)`` builds an exchange. ``replicas``: ranks that hold the same experts.
-    """
+    """Strategy of a mixture of experts: one exchange for dense tensors, and one for experts. Collective."""
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
         self._replicas = replicas  # freed by `close`
@@ -166,7 +163,7 @@ def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
 
 
 class JoinedStore:
-    """Two stores used as one: ``dense`` for flat offsets below ``border``, ``experts`` for ``border`` and above."""
+    """Store of all tensors that consists of a store of dense tensors and a store of experts."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border
@@ -176,17 +173,13 @@ class JoinedStore:
         return self._experts if part.start >= self._border else self._dense
 
     def range(self, part: Range) -> Array:
-        """Return a 1-D view of the flat range ``part``, which must not contain both dense tensors and experts."""
         return self._of(part).range(part)
 
     def view(self, key: str) -> Array:
-        """Return a view of the stored elements of the tensor named ``key``, with the shape of the tensor."""
         return self._of(self.layout.by_key[key].range).view(key)
 
     def add(self, part: Range, values: Array) -> None:
-        """Add ``values`` to the stored elements in ``part``, a range of flat offsets."""
         self._of(part).add(part, values)
 
     def blocks(self, part: Range) -> Iterable[Array]:
-        """Return the arrays that hold the flat range ``part``, in ascending order of their offsets."""
         return self._of(part).blocks(part)

@@ -26,10 +26,7 @@ from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 class TravellingRows(StayingRows):
-    """Exchange of token rows with the ranks of their experts, by messages. Collective over ``axis``.
-
-    Received rows are sorted by expert, so that each expert multiplies all its rows at once.
-    """
+    """Exchange of token rows with the ranks of their experts, by messages. Collective over ``axis``."""
 
     attends = True
 
@@ -92,10 +89,7 @@ class _Blocks:
 
 
 class ExpertStage(WrappedStage):
-    """Wrapper of the stage ``inner`` that keeps all its dense tensors, but only the experts ``experts``.
-
-    Forward and backward passes are collective over the expert-parallel ranks.
-    """
+    """Wrapper of a stage that keeps all dense tensors, but only this rank's experts."""
 
     # The gradients of an expert are sums over the tokens of all these ranks.
 
@@ -104,10 +98,6 @@ class ExpertStage(WrappedStage):
         self._own = experts
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the initial values of all tensors. Values of other ranks' experts are drawn too, but not stored.
-
-        ``rng_of(spec)`` returns the random generator of the tensor ``spec``.
-        """
         specs = {spec.name: spec for spec in self._specs}
         targets = {
             name: _OwnExperts(part, self._own) if name in specs and specs[name].expert else part
@@ -127,10 +117,7 @@ class _OwnExperts:
 
 
 def share_out(model: Model, axis: ExpertAxis) -> Model:
-    """Return a copy of ``model`` with only this rank's experts. Collective over ``axis``.
-
-    If ``axis`` has a single rank, return ``model`` itself. Raises ConfigurationError if the model has no experts.
-    """
+    """Return a copy of ``model`` with only this rank's experts. Collective over ``axis``."""
     if axis.size == 1:
         return model
     experts = model.operations.experts

@@ -20,23 +20,21 @@ WORTH_ROWS: Final = 64  # rows that each lent expert must save on the busiest ra
 TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in ("weight", "bias"))
 
 
-def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
-    """Assign experts to ``ranks`` ranks with balanced loads. Return an array with the rank of each expert.
-
-    ``loads``: token rows per expert. ``worth``: minimum saving, in rows, per moved expert.
-    """
+def divide(rows_per_expert: np.ndarray, ranks: int, min_saved_rows: int) -> np.ndarray:
+    """Assign experts to ``ranks`` ranks with balanced numbers of token rows. Return the rank of each expert."""
     # Each rank starts with equally many consecutive experts. Then the busiest rank repeatedly gives an expert to the
     # least busy rank, or swaps two experts with it.
-    at: np.ndarray = np.arange(loads.size) * ranks // loads.size
+    at: np.ndarray = np.arange(rows_per_expert.size) * ranks // rows_per_expert.size
     for _ in range(2 * ranks):
-        rows = np.bincount(at, loads, ranks).astype(np.int64)
+        rows = np.bincount(at, rows_per_expert, ranks).astype(np.int64)
         busy, idle = int(rows.argmax()), int(rows.argmin())
         gap = rows[busy] - rows[idle]
         from_busy, from_idle = np.flatnonzero(at == busy), np.flatnonzero(at == idle)
-        moved = loads[from_busy][:, None] - np.concatenate([[0], loads[from_idle]])  # (lent, none or taken in return)
+        returned = np.concatenate([[0], rows_per_expert[from_idle]])  # nothing, or one expert taken in return
+        moved = rows_per_expert[from_busy][:, None] - returned
         gains = gap - np.abs(gap - 2 * moved)  # twice the rows saved on the busier of both
-        gains[:, 0] -= 2 * worth
-        gains[:, 1:] -= 4 * worth
+        gains[:, 0] -= 2 * min_saved_rows
+        gains[:, 1:] -= 4 * min_saved_rows
         first, second = np.unravel_index(int(gains.argmax()), gains.shape)
         if gains[first, second] <= 0:
             break
@@ -47,13 +45,11 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
 
 
 class Division:
-    """Assignment of the experts of one layer, for one micro-batch, to ranks. Local.
-
-    ``counts[r, e]``: rows on rank r for expert e. ``at[e]``: rank that computes expert e.
-    """
+    """Assignment of the experts of one layer to ranks, for one micro-batch. Local."""
 
     def __init__(self, counts: np.ndarray, at: np.ndarray, parameters: Parameters) -> None:
         ranks, experts = counts.shape  # of ``parameters``, only shapes and dtype are used
+        # counts[r, e]: rows of rank r for expert e; at[e]: rank that computes expert e
         self.counts, self.at, self.each = counts, at, experts // ranks
         self.experts = [np.flatnonzero(at == rank).tolist() for rank in range(ranks)]
         owner = np.arange(experts) // self.each
@@ -84,7 +80,7 @@ class Division:
         return ((expert, *divmod(expert, self.each)) for expert in self.experts[rank])
 
     def sizes(self, row_bytes: int) -> dict[str, int]:
-        """Return the bytes of each section of shared memory, by name. ``row_bytes``: bytes of one token row."""
+        """Return the bytes of each section of shared memory, by name. ``row_bytes``: bytes of one token."""
         expert_bytes = self.numbers * self.dtype.itemsize
         return {
             "rows": int(self.sent.max()) * row_bytes,
@@ -103,11 +99,6 @@ class SharedRows(StayingRows):
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Exchange token counts over the node. Return shared memory for this rank's token rows. Collective.
-
-        ``starts``: first row of each expert. ``like``: array whose row width and dtype are used. ``saved``: receives
-        the assignment of experts to ranks.
-        """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
         self._memory.publish()
@@ -160,10 +151,6 @@ class SharedRows(StayingRows):
         return arrival
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases of the experts that this rank computes. Local.
-
-        ``parameters``: tensors of the layer. ``prefix``: start of their names. ``saved``: as in `send_buffer`.
-        """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
 
@@ -179,10 +166,6 @@ class SharedRows(StayingRows):
         return ExpertTensors(each("weight", base.weights), None if base.biases is None else each("bias", base.biases))
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return arrays for the gradients of the experts that this rank computes. Local.
-
-        ``gradients``: arrays of the layer. ``prefix``: start of their names. ``saved``: as in `send_buffer`.
-        """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]
         saved.keep(f"{prefix}.into", base)

@@ -38,13 +38,13 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER
 
 
 def per_push_context(context: RankContext, workers: int) -> RankContext:
-    """Return a copy of ``context`` with ``workers`` times as many steps, for servers that update per push."""
+    """Return a copy of ``context`` with ``workers`` times as many steps: servers update after each push."""
     optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
     return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
 
 
 class ServerShard:
-    """The parameters that a server owns, in whole tensors, with their optimizer. Local."""
+    """Parameters that a server owns, and their optimizer. Local."""
 
     def __init__(self, context: RankContext, parts: Sequence[Range]) -> None:
         self.parts = parts
@@ -59,7 +59,7 @@ class ServerShard:
         return self.optimizer.count
 
     def step(self, gradients: FlatStore, scale: float, factor: float = 1.0) -> None:
-        """Update parameters with ``scale * gradients`` and learning rate x ``factor``. Overwrites ``gradients``."""
+        """Update the parameters. ``factor`` multiplies the learning rate. Overwrites ``gradients``."""
         start_s = time.perf_counter()
         self.optimizer.begin_step(factor)
         for part in self.parts:
@@ -71,15 +71,12 @@ class ServerShard:
         self.busy_s += time.perf_counter() - start_s
 
     def stores(self) -> dict[str, FlatStore]:
-        """Return the parameters and optimizer state to save in a checkpoint, keyed by name, such as "parameters"."""
+        """Return a dict from the kind of saved state, such as "parameters", to its store."""
         return {"parameters": self.parameters} | {f"optimizer.{n}": s for n, s in self.optimizer.slots.items()}
 
 
 class AsynchronousServerExchange(Exchange):
-    """Base class of parameter-server strategies whose workers make steps independently.
-
-    Subclasses define `_on_push`, which handles a worker's message that its gradient is complete.
-    """
+    """Base class of parameter-server strategies whose workers make steps independently."""
 
     # In a rendezvous, such as for a checkpoint, all workers stop between steps. `together` is then True. `clocks` holds
     # each worker's step count at the last rendezvous.
@@ -90,10 +87,6 @@ class AsynchronousServerExchange(Exchange):
     staleness = 0  # staleness of that gradient
 
     def __init__(self, context: RankContext, roles: Roles, serving: RankContext) -> None:
-        """Create the exchange of this rank. ``roles``: ranks of servers and workers. Collective over the world.
-
-        ``serving``: context of a server's optimizer. Its learning-rate schedule may differ from ``context``.
-        """
         self.context, self.roles = context, roles
         self.rank, self._first = context.world.rank, roles.servers[0]
         self.works = self.rank in roles.workers
@@ -132,47 +125,43 @@ class AsynchronousServerExchange(Exchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """The parameters with which a worker computes, or the parameters that a dedicated server owns."""
+        """Parameters with which a worker computes, or which a dedicated server owns."""
         return self._stores[0]
 
     @property
     def gradients(self) -> FlatStore:
-        """The gradients that a worker computes, or the memory into which a dedicated server receives gradients."""
+        """Gradients that a worker computes, or memory into which a dedicated server receives them."""
         return self._stores[1]
 
     def plan(self) -> list[Operation]:
-        """Return the operations that exchange gradients and parameters in a step, or [] on a dedicated server."""
         if not self.works:
             return []
         pushes = [Operation(Kind.PUSH, range=part) for part, _ in self._messages]
         return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return ``operations``; on a server, add a call of the method `serve` after each forward or backward pass."""
+        """Return ``operations``; on a server, add a call of `serve` after each pass of a layer."""
         if self.shard is None:
             return list(operations)
         look = [Operation(Kind.COLLECT)]
         return [step for op in operations for step in [op, *(look if op.kind in (Kind.FORWARD, Kind.BACKWARD) else [])]]
 
     def push(self, op: Operation) -> None:
-        """Start sending the gradients of the parameter range ``op.range`` to the server of this range. Local."""
+        """Start to send the gradients of ``op.range`` to the server of this range. Local."""
         server = self._owner_of[op.part]
         if server != self.rank and self._pushes:
             self._pushed.append(self._values.isend(self.gradients.range(op.part), server, GRADIENT))
 
     def serve(self, op: Operation | None = None) -> None:
-        """Serve the requests that have arrived from other ranks, and return without waiting for more. Local."""
+        """Handle the requests that have arrived from other ranks, without waiting for more. Local."""
         self._channel.serve()
 
-    def weigh(self, samples: int, batch: int) -> int:
-        """Return ``samples``, this worker's number of samples, as divisor of its gradient; ``batch`` is ignored."""
+    def weigh(self, samples: int, global_samples: int) -> int:
+        """Return the number of samples by which this worker divides its summed gradient. Local."""
         return samples
 
     def pull(self, op: Operation) -> None:
-        """Tell the servers that this worker's gradient is complete, and wait for their new parameters.
-
-        Meanwhile, a rank that is also a server handles other workers' requests.
-        """
+        """Announce to the servers that this worker's gradient is complete; wait for their new parameters."""
         raise NotImplementedError
 
     def _request(self, kind: ControlKind, what: ControlFields, servers: Sequence[int]) -> None:
@@ -191,7 +180,7 @@ class AsynchronousServerExchange(Exchange):
 
     @contextmanager
     def unpushed(self) -> Iterator[None]:
-        """Return a context manager to recompute a failed step: no pushes, and servers drop its gradients. Local."""
+        """Return a context manager in which this rank sends no gradients, to repeat a failed step. Local."""
         for server in self.roles.servers:
             if server != self.rank:
                 self._channel.tell(server, ControlKind.DROP)
@@ -250,16 +239,13 @@ class AsynchronousServerExchange(Exchange):
         self.meetings.meet()
         self.together = True
 
-    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the progress of training at a pause, and complete outstanding control messages. Local.
-
-        ``clocks``: step count of each worker. ``calls``: number of pause requests sent in this run.
-        """
+    def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
+        """Record the progress of training in a pause. ``clocks``: step count of each worker. Local."""
         self.clocks, self.updates = list(clocks), updates
-        self.meetings.settle(calls)
+        self.meetings.settle(pause_requests)
 
     def plan_rendezvous(self, clock: int) -> None:
-        """Plan a pause of training when every worker has completed ``clock`` steps; 0 cancels the plan. Local."""
+        """Plan a pause when every worker has completed ``clock`` steps; 0 cancels the plan. Local."""
         self.meet_at = clock
 
     def resume(self) -> None:
@@ -267,7 +253,7 @@ class AsynchronousServerExchange(Exchange):
         self.together = False
 
     def refresh(self) -> None:
-        """Send the servers' newest parameters to all workers while training is paused. Collective over the world."""
+        """Send the servers' newest parameters to all workers in a pause. Collective over the world."""
         others = [server for server in self.roles.servers if server != self.rank]
         requests = [request for server in others for request in self._take_from(server)] if self.works else []
         if self.shard is not None:
@@ -287,11 +273,10 @@ class AsynchronousServerExchange(Exchange):
         self._channel.close()
 
     def norm_squared(self) -> float:
-        """Return the squared norm of this worker's gradient, without other workers' gradients."""
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return the array ``values``. If training is paused, first sum it over the world in place (collective)."""
+        """Return ``values``; in a pause, first sum them over the world (collective)."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values

@@ -23,10 +23,7 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT
 
 
 class Quorum:
-    """Decisions of the first server: the gradients to apply and the gradients to drop in each step. Local.
-
-    A step does not wait for the ``spare`` slowest of ``workers``.
-    """
+    """Decisions of the first server about which workers' gradients to apply and which to drop. Local."""
 
     # ``decision.workers`` of a `ControlFields` lists the workers whose gradients are applied, or dropped if
     # ``decision.dropped``. All servers follow. The applied sum is multiplied by ``decision.scale``.
@@ -40,10 +37,7 @@ class Quorum:
         self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record the gradient of ``worker`` for step number ``clock``. Return the decisions to apply or drop gradients.
-
-        ``samples``: number of this worker's samples. ``divisor``: samples of all workers.
-        """
+        """Record the gradient of ``worker`` for step ``clock``. Return the decisions to apply or drop gradients."""
         if clock <= self.clock:
             return [self._drop(worker)]
         assert clock == self.clock + 1, "a worker continues at the clock in its reply"
@@ -58,15 +52,12 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` has stopped pushing. Return the resulting decisions to apply or drop gradients.
-
-        If too few workers remain for an update, all gradients that wait for the update are dropped.
-        """
+        """Record that ``worker`` has stopped pushing. Return the decisions to apply or drop gradients."""
         self._away.add(worker)
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """End a pause of training: all workers push again, starting with the gradient of step ``clock`` + 1."""
+        """End a pause: all workers push again, first the gradient of step ``clock`` + 1."""
         self._away.clear()
         self.clock = clock
 
@@ -83,7 +74,7 @@ class Quorum:
 
 
 class BackupExchange(AsynchronousServerExchange):
-    """Parameter-server exchange with backup workers: a step does not wait for the ``spare`` slowest workers."""
+    """Parameter-server strategy with backup workers: a step does not wait for the slowest workers."""
 
     drops_late = True
     corrects = False  # the servers weigh a gradient by its samples
@@ -99,10 +90,9 @@ class BackupExchange(AsynchronousServerExchange):
         self._weight = (0, 1)
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
-    def weigh(self, samples: int, batch: int) -> int:
-        """Return ``batch``, the samples of all workers, as divisor of this worker's gradient of ``samples`` samples."""
-        self._weight = samples, batch
-        return batch
+    def weigh(self, samples: int, global_samples: int) -> int:
+        self._weight = samples, global_samples
+        return global_samples
 
     def begin_update(self, scale: float) -> None:
         """Do nothing with the clipping factor ``scale``, because the servers clip the mean gradient."""
@@ -202,12 +192,9 @@ class BackupExchange(AsynchronousServerExchange):
     def _told(self, what: ControlFields) -> None:
         self.clock, self.taken = what.clock, not what.dropped
 
-    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Set the step counts of all workers to ``updates``, the number of server updates. Collective.
-
-        All workers must be paused. ``clocks``: step count of each worker. ``calls``: number of pause requests.
-        """
-        super().leave([updates] * len(clocks), updates, calls)
+    def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
+        """Set the step counts of all workers to the number of server ``updates``, in a pause. Collective."""
+        super().leave([updates] * len(clocks), updates, pause_requests)
         if self._quorum is not None:
             self._quorum.convene(updates)
         # A worker has fewer steps: all workers receive the newest parameters.
@@ -218,14 +205,13 @@ class BackupExchange(AsynchronousServerExchange):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the latest update on this rank. Local."""
+        """Learning rate of the latest update on this rank."""
         return rates.learning_rate(self.context.optimizer, max(1, self.updates), self.context.total_steps)
 
     def state(self) -> dict[str, Any]:
         return {"count": min(self.clocks)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the step counts of all workers to ``state["count"]``, from a checkpoint."""
         count = int(state["count"])
         self.clock = self.updates = count
         self.clocks = [count] * len(self.roles.workers)

@@ -32,7 +32,7 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT
 
 
 class VersionVector:
-    """Step counts (clocks) of ``workers``; a worker may be at most ``bound`` steps ahead of the slowest worker."""
+    """Step counts (clocks) of workers. A worker may be at most ``bound`` steps ahead of the slowest worker."""
 
     def __init__(self, workers: Iterable[int], bound: float) -> None:
         self.vector = dict.fromkeys(workers, 0)  # clock of each worker, by rank
@@ -42,11 +42,11 @@ class VersionVector:
 
     @property
     def slowest(self) -> float:
-        """Smallest clock of the workers that have not stopped pushing, or infinity if all workers have stopped."""
+        """Smallest step count of the running workers, or infinity without running workers."""
         return min((clock for worker, clock in self.vector.items() if worker not in self._away), default=math.inf)
 
     def push(self, worker: int, clock: int) -> bool:
-        """Record push number ``clock`` of ``worker``. Return False if repeated. Raises ValueError if one is missing."""
+        """Record push number ``clock`` of ``worker``; return False if it is a repetition."""
         if clock <= self.vector[worker]:
             return False
         if clock != self.vector[worker] + 1:
@@ -58,7 +58,7 @@ class VersionVector:
         return True
 
     def ask(self, worker: int) -> None:
-        """Record that ``worker`` waits for a reply before it starts its next step."""
+        """Record that ``worker`` waits for permission to start its next step."""
         self._asking[worker] = None
 
     def answerable(self) -> list[int]:
@@ -73,11 +73,11 @@ class VersionVector:
         return self.vector[worker] - self.slowest <= self._bound
 
     def leave(self, worker: int) -> None:
-        """Record that ``worker`` has stopped pushing, so that other workers do not wait for it."""
+        """Record that ``worker`` has stopped, so that other workers do not wait for it."""
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Let ``worker`` push again. Return its step count, raised to the slowest running worker's count if smaller."""
+        """Let ``worker`` push again. Return its step count, at least the slowest running worker's."""
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
             self.vector[worker] = max(self.vector[worker], int(slowest))
@@ -85,7 +85,7 @@ class VersionVector:
         return self.vector[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
-        """Let all workers push again after a pause. ``clocks``: number of completed steps of each worker."""
+        """Let all workers push again after a pause. ``clocks``: step count of each worker."""
         self._away = set(clocks)
         self.vector = dict.fromkeys(clocks, 0)
         for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # in ascending order, so none is raised
@@ -94,7 +94,7 @@ class VersionVector:
 
 
 class AsynchronousExchange(AsynchronousServerExchange):
-    """Parameter-server strategy with workers up to ``bound`` (possibly infinite) steps ahead of the slowest worker."""
+    """Parameter-server strategy with workers at most ``bound`` steps ahead of the slowest worker."""
 
     def __init__(self, context: RankContext, roles: Roles, bound: float, *, staleness_aware: bool) -> None:
         super().__init__(context, roles, per_push_context(context, len(roles.workers)))
@@ -107,7 +107,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
 
     @property
     def seen(self) -> Mapping[int, int]:
-        """Mapping from each worker's rank to the number of its pushes that this server has applied."""
+        """Mapping from each worker to the number of its pushes that this server has applied."""
         return self._vector.vector
 
     def begin_update(self, scale: float) -> None:
@@ -156,8 +156,8 @@ class AsynchronousExchange(AsynchronousServerExchange):
     def _factor(self, staleness: int) -> float:
         return 1.0 / max(1, staleness) if self._aware else 1.0
 
-    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        super().leave(clocks, updates, calls)
+    def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
+        super().leave(clocks, updates, pause_requests)
         clock_of = dict(zip(self.roles.workers, self.clocks, strict=True))
         assert self.shard is None or self.seen == clock_of, (
             f"server {self.rank} has applied pushes {self.seen}, but the clocks are {clock_of}"
@@ -165,7 +165,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._vector.convene(clock_of)
 
     def resume(self) -> None:
-        """End the pause that `meet` began. A worker beyond the staleness bound then waits for slower workers."""
+        """End a pause. A worker beyond the staleness bound then waits for slower workers."""
         super().resume()
         has_steps = self.clock < self.context.total_steps
         if self.works and has_steps and self.clock - min(self.clocks) > self._bound:
@@ -173,7 +173,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
 
     @property
     def share(self) -> float:
-        """Fraction of the global batch in one update, which applies one worker's gradient: 1 / number of workers."""
+        """Fraction of the global batch in one update: 1 / number of workers."""
         return 1 / len(self.roles.workers)
 
     @property
@@ -183,11 +183,9 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:
-        """Return a dict for the checkpoint: each worker's step count, the smallest one, and the number of updates."""
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the step counts from ``state``. If the number of workers has changed, all get the smallest count."""
         count, workers = int(state["count"]), len(self.roles.workers)
         if len(state.get("clocks", ())) == workers:
             self.clocks, self.updates = [int(clock) for clock in state["clocks"]], int(state["updates"])

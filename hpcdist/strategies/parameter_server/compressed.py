@@ -37,7 +37,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 class PayloadTransport(MessageTransport):
-    """Parameter-server transport of gradients that ``coder`` encodes. Construction is collective over the world."""
+    """Parameter-server transport of compressed gradients. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
         # owes: a restored checkpoint may have compression residuals for the ranges that this rank serves.
@@ -46,7 +46,7 @@ class PayloadTransport(MessageTransport):
         self._payloads: dict[Range, Array] = {}
 
     def begin(self, *, compresses: bool) -> None:
-        """Prepare for a step. Keyword-only ``compresses``, equal on all ranks: True if the step encodes gradients."""
+        """Prepare for a step. ``compresses`` must be equal on all ranks."""
         if compresses != self.compresses:
             self.compresses = compresses
             self._arrivals = self._receiver()
@@ -59,7 +59,6 @@ class PayloadTransport(MessageTransport):
         return ReceiveQueue(self.comm, order, _BYTES, self.topology.context.on)
 
     def push(self, part: Range) -> None:
-        """Encode the gradients of the range ``part`` and start to send them, unless this rank is the range's server."""
         if not self.compresses:
             super().push(part)
             return
@@ -87,7 +86,6 @@ class PayloadTransport(MessageTransport):
         return self._payloads[part]
 
     def collect(self, part: Range) -> None:
-        """Decode and sum the gradients of ``part``, a range that this rank serves, in rank order of the workers."""
         if not self.compresses:
             super().collect(part)
             return

@@ -35,15 +35,7 @@ RULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig:
-    """Section ``[parameter_server]``: servers, placement, consistency and transport.
-
-    - Placement ``dedicated``: the last ``servers`` ranks only serve (0: one rank), the other ranks only compute.
-    - Placement ``colocated``: every rank computes, and the first ``servers`` ranks also serve (0: all ranks).
-    - Consistency ``bsp``: all workers make every step together.
-    - Consistency ``asp``: a server applies each pushed gradient when it arrives.
-    - Consistency ``ssp``: like asp, but a worker more than ``staleness`` steps ahead of the slowest worker waits.
-    - Transport: messages, or (if all workers step together) shared memory within a node or one-sided communication.
-    """
+    """Section ``[parameter_server]``: servers, placement, consistency and transport."""
 
     servers: int = key(0, "Number of server ranks. 0: 1 if dedicated, all ranks if colocated.", ge=0)
     placement: str = key(
@@ -69,12 +61,12 @@ class ParameterServerConfig:
 
     @property
     def own_steps(self) -> str:
-        """Setting that lets workers step independently, such as "parameter_server.consistency = 'asp'", or ""."""
+        """Setting that lets workers step independently, as text, or "" in lock-step."""
         return own_steps(self.consistency, self.staleness, self.backup_workers)
 
     @property
     def bound(self) -> float:
-        """Number of steps that a worker may be ahead of the slowest worker; infinity means no limit."""
+        """Number of steps that a worker may be ahead of the slowest worker; infinity: no limit."""
         return {"bsp": 0, "ssp": self.staleness, "asp": math.inf}[self.consistency]
 
     @property
@@ -90,10 +82,7 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the recipe setting that makes workers step independently, or "" if workers run in lock-step. Local.
-
-    Example: "parameter_server.consistency = 'asp'".
-    """
+    """Return the recipe setting, as text, that lets workers step independently, or "" in lock-step. Local."""
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)

@@ -38,7 +38,7 @@ class ControlKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ControlFields:
-    """Fields of a control message between workers and servers. Each message type uses some of the fields."""
+    """Content of a control message between workers and servers. Each message type uses some fields."""
 
     clock: int = 0
     scale: float = 1.0
@@ -58,7 +58,7 @@ ControlMessage: TypeAlias = tuple[ControlKind, int, ControlFields]  # with the s
 
 
 class ControlChannel:
-    """Sender and receiver of one rank's control messages; calls the handler of each message type. Local."""
+    """Sender and receiver of one rank's control messages. Local."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -67,7 +67,7 @@ class ControlChannel:
         self._held: deque[ControlMessage] = deque()  # arrived while waiting for another kind
 
     def tell(self, peer: int, kind: ControlKind, what: ControlFields = ControlFields()) -> None:
-        """Start sending a control message of type ``kind`` with the fields ``what`` to rank ``peer``."""
+        """Start to send a control message of type ``kind`` with the fields ``what`` to rank ``peer``."""
         self.tidy()
         *single, workers = astuple(what)
         self._sent.append(self._comm.isend(np.array([kind, *single, *workers], np.float64), peer))
@@ -82,12 +82,8 @@ class ControlChannel:
             self._answer(message)
 
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
-        """Wait for a control message and handle it.
-
-        If keyword-only ``alone`` is True, block in one receive, with the usual timeout. Otherwise, poll without a
-        timeout, and call keyword-only ``look()`` between polls.
-        """
-        if alone:
+        """Wait for a control message and handle it."""
+        if alone:  # in one blocking receive, with the usual timeout; else in a loop that calls ``look``
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
             return
         pause = SHORTEST_S
@@ -99,7 +95,7 @@ class ControlChannel:
         self._answer(message)
 
     def take(self, kind: ControlKind) -> None:
-        """Wait for a control message of type ``kind`` and handle it; other messages are handled later, in order."""
+        """Wait for a control message of type ``kind`` and handle it. Other messages are handled later."""
         while (message := _read(self._comm.probe()))[0] is not kind:
             self._held.append(message)
         self._answer(message)
@@ -110,7 +106,7 @@ class ControlChannel:
         self._sent.clear()
 
     def close(self) -> None:
-        """Free the communicator. Collective; call it after `Rendezvous.meet`, when no worker is in a step."""
+        """Free the communicator. Collective; all workers must be paused."""
         self.settle()
         self._comm.free()
 
@@ -138,7 +134,7 @@ LOOK_S: Final = 0.5  # interval at which a waiting rank checks whether to call t
 
 
 class Rendezvous:
-    """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object."""
+    """Pause of all workers between steps, in which the world can run collectives."""
 
     # `called` is True on a worker that must pause and call `meet`. `due` is True on the first server while it asks
     # workers to pause. A server calls ``left(worker)`` when ``worker`` pauses.
@@ -165,14 +161,11 @@ class Rendezvous:
         self._looked = 0.0
 
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Set ``wants``, a function that returns True if this rank requests a pause of all workers. Local.
-
-        While a worker waits for a pause, it calls ``wants()`` and ``meanwhile()`` every `LOOK_S` seconds.
-        """
+        """Set the function ``wants``, which returns True if this rank requests a pause of all workers. Local."""
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
-        """Request a pause of all workers if this rank's function ``wants()``, set by `ask`, returns True. Local."""
+        """Request a pause of all workers if the function ``wants`` of `ask` returns True. Local."""
         if self._wants():
             self.call()
 
@@ -185,7 +178,7 @@ class Rendezvous:
             self._channel.tell(self._first, ControlKind.CALL, ControlFields(clock=self._held))
 
     def meet(self) -> None:
-        """Wait until every worker has called `meet`; handle control messages meanwhile. Collective over the world."""
+        """Wait until every worker pauses; handle control messages meanwhile. Collective over the world."""
         if self._works:
             for server in self._roles.servers:
                 if server != self._rank:
@@ -202,12 +195,9 @@ class Rendezvous:
         self.called = self.due = self._gathered = self._has_called = False
         self._held += 1
 
-    def settle(self, calls: int) -> None:
-        """Wait until this rank's control messages have been received. Local; all workers must be paused.
-
-        ``calls``: number of pause requests of all ranks in this run.
-        """
-        while self._rank == self._first and sum(self._taken[held] for held in range(self._held)) < calls:
+    def settle(self, pause_requests: int) -> None:
+        """Wait until this rank's control messages have been received, in a pause. Local."""
+        while self._rank == self._first and sum(self._taken[held] for held in range(self._held)) < pause_requests:
             self._channel.take(ControlKind.CALL)
         self._channel.settle()
 

@@ -52,10 +52,7 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 
 
 class Push(Reducer):
-    """Gradient reduction by servers: workers send gradients (PUSH), and servers sum them (COLLECT).
-
-    ``shards``: logical shards, for equal results on any number of workers, or None.
-    """
+    """Gradient reduction by servers: workers send gradients, and servers sum them."""
 
     # With ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.
 
@@ -71,7 +68,6 @@ class Push(Reducer):
         self.handlers = {Kind.ADD: self.add, Kind.PUSH: self.push, Kind.COLLECT: self.collect}
 
     def plan(self) -> list[Operation]:
-        """Return this rank's operations: PUSH (with ``shards``: also ADD) on a worker, COLLECT on a server. Local."""
         pushes: list[Operation] = []
         if self.topology.works and self._shards is None:
             pushes = [Operation(Kind.PUSH, range=part) for part, _ in self.topology.messages]
@@ -80,12 +76,12 @@ class Push(Reducer):
         return [*pushes, *(Operation(Kind.COLLECT, range=part) for part in self.topology.own)]
 
     def add(self, op: Operation) -> None:
-        """Add the gradients of micro-batch ``op.microbatch`` in ``op.range`` to this worker's partial sums. Local."""
+        """Add the gradients of one micro-batch in ``op.range`` to this worker's partial sums. Local."""
         assert self.transport.partials is not None
         self.transport.partials.add(op.microbatch, op.part)
 
     def push(self, op: Operation) -> None:
-        """Start to send the gradients in ``op.range`` to servers. They must not change until the next AGREE."""
+        """Start to send the gradients in ``op.range`` to their server."""
         if self._shards is not None:
             self.add(op)
         for part in self._messages[op.part]:
@@ -97,7 +93,7 @@ class Push(Reducer):
 
 
 class CodedPush(Push):
-    """Gradient reduction by servers with compressed pushes. Compression errors are added to the next gradients."""
+    """Gradient reduction by servers that receive compressed gradients."""
 
     def __init__(
         self, update: ShardedUpdate, topology: ServerTopology, transport: Transport, compression: Compression
@@ -119,7 +115,7 @@ class CodedPush(Push):
 
     @property
     def is_compressing(self) -> bool:
-        """True after the warm-up, when gradients are encoded."""
+        """True after the warm-up, when gradients are compressed."""
         return self.update.optimizer.count >= self._warmup_steps
 
     def begin(self, operations: Sequence[Operation]) -> None:
@@ -147,7 +143,7 @@ class CodedPush(Push):
 
 
 class Pull(Gatherer):
-    """Gatherer of updated parameters: servers send (PUBLISH), and workers receive (PULL)."""
+    """Gatherer of updated parameters: servers send them, and workers receive them."""
 
     def __init__(self, update: ShardedUpdate, topology: ServerTopology, transport: Transport) -> None:
         super().__init__(update)
@@ -156,7 +152,6 @@ class Pull(Gatherer):
         self.handlers = {Kind.PUBLISH: self.publish, Kind.PULL: self.pull}
 
     def plan(self) -> list[Operation]:
-        """Return PUBLISH of each range that this rank owns as a server, and on a worker PULL of all ranges. Local."""
         pulled = [part for part, _ in self.topology.messages] if self.topology.works else []
         return [
             *(Operation(Kind.PUBLISH, range=part) for part in self.topology.own),
@@ -169,7 +164,7 @@ class Pull(Gatherer):
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
-        """Receive the updated parameters in ``op.range`` from the server that owns this range."""
+        """Receive the updated parameters in ``op.range`` from their server."""
         self.transport.pull(op.part)
         self._settle(op)
 
@@ -184,7 +179,7 @@ class Pull(Gatherer):
 
 
 class LockStepExchange(DataExchange):
-    """Synchronous parameter server: push, ordered sum, update, pull. Construction is collective over the world."""
+    """Synchronous parameter-server strategy. Construction is collective over the world."""
 
     # Each pipeline stage and tensor-parallel rank has separate servers.
 

@@ -34,10 +34,7 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 
 
 class ReceiveQueue:
-    """Queue of the messages that a server receives in a fixed order, with several receive buffers. Local.
-
-    ``order``: (number of elements, sender rank) of each message.
-    """
+    """Queue of the messages that a server receives in a fixed order. Local."""
 
     # An array from `take` stays valid during the next call of `take`; the call after the next may overwrite it.
 
@@ -58,7 +55,7 @@ class ReceiveQueue:
             self._requests = [self._post(index) for index in range(len(self._buffers))]
 
     def take(self) -> Array:
-        """Wait for the next message in ``order``; return its content, a view of a receive buffer."""
+        """Wait for the next message; return its content, a view of a receive buffer."""
         index = self._taken
         due = index - 2 + len(self._buffers)  # receive into the buffer of the message before the last
         if index >= 2 and due < len(self._order):
@@ -189,10 +186,7 @@ class MessageTransport(Transport):
 
 
 class RmaTransport(Transport):
-    """Parameter-server transport by MPI one-sided communication. Construction is collective over the world.
-
-    Raises ConfigurationError on a GPU, and MissingCapabilityError on all ranks if MPI has no working RMA.
-    """
+    """Parameter-server transport by MPI one-sided communication. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology) -> None:
         context = topology.context
@@ -241,7 +235,6 @@ class RmaTransport(Transport):
         raise AssertionError(f"parameter range {part} must lie within one range that server rank {server} owns")
 
     def push(self, part: Range) -> None:
-        """Start to put the gradients of range ``part`` into its server's RMA window; first complete earlier puts."""
         self._announce()
         server = self.topology.owners[part]
         if server != self.topology.rank:
@@ -299,8 +292,7 @@ class RmaTransport(Transport):
         for server in sorted(self._got):
             self._window.flush(server)
         self._got.clear()
-        for notice in self._notices:
-            notice.wait()
+        wait_all(self._notices)
         self._notices.clear()
 
     def close(self) -> None:

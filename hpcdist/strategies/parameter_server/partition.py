@@ -22,17 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roles:
-    """World ranks that are ``workers`` and world ranks that are ``servers``; a colocated rank is both."""
+    """World ranks of the workers and servers. A rank may be both."""
 
     workers: range
     servers: range
 
     @classmethod
     def of(cls, config: ParameterServerConfig, world: int) -> "Roles":
-        """Return the roles of the ranks 0 to ``world`` - 1 under ``config``.
-
-        Raises ConfigurationError if there is no worker, or if all workers are backup workers.
-        """
+        """Return the roles of ``world`` ranks. Raises ConfigurationError if there are too few ranks."""
         roles = cls._of(config, world)
         workers, backup = len(roles.workers), config.backup_workers
         if backup >= workers:
@@ -64,7 +61,7 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Split ``world``; return the communicator of all workers, or of all dedicated servers. Collective."""
+        """Return the communicator of all workers; on a dedicated server, of all dedicated servers. Collective."""
         part = world.split(int(world.rank not in self.workers), world.rank, "role")
         assert part is not None
         return part
@@ -75,15 +72,15 @@ BALANCE: Final = 0.01  # servers may differ by this fraction of an even share
 
 @dataclass(frozen=True)
 class KeyPartition:
-    """Assignment of the model's flat parameter vector to servers: server ``owners[i]`` owns range ``keys[i]``."""
+    """Assignment of ranges of the flat parameter vector to servers."""
 
     keys: tuple[Range, ...]
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # owners[i]: server of the range keys[i]
     servers: int
 
     @property
     def fullest(self) -> float:
-        """Number of parameters on the most loaded server, divided by the mean number per server."""
+        """Number of parameters on the most loaded server, divided by the mean per server."""
         held = [sum(part.size for part in self.parts(server)) for server in range(self.servers)]
         return max(held) * self.servers / sum(held)
 
@@ -92,10 +89,7 @@ class KeyPartition:
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
 
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
-        """Return (range, server) for each gradient message, in the order in which backward completes the gradients.
-
-        ``units``: flat range of each layer. A message has gradients of one layer.
-        """
+        """Return (range, server) for each gradient message, in the order of the backward pass."""
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
             inside = ((key.intersect(unit), owner) for key, owner in zip(self.keys, self.owners, strict=True))
@@ -106,10 +100,7 @@ class KeyPartition:
 def partition_keys(
     layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None
 ) -> KeyPartition:
-    """Return the assignment of the flat parameter vector to ``servers`` servers, the same on every rank.
-
-    Raises ConfigurationError if the vector cannot be split into ``servers`` ranges.
-    """
+    """Return the assignment of parameter ranges to servers. Raises ConfigurationError for too many servers."""
     # With ``whole``, no tensor is split. ``within``: ranges of the flat vector to assign, by default all.
     if whole:
         return _uncut(layout, servers)

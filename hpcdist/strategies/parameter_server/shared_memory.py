@@ -38,7 +38,7 @@ _WORD_BYTES: Final = 8
 
 @jit
 def raise_word(address: int, value: int) -> None:
-    """Store ``value`` at ``address`` with release order: a rank that loads it also sees all earlier writes."""
+    """Store ``value`` at ``address`` with release order: a rank that reads it also sees all earlier writes."""
     store_release(address, value)
 
 
@@ -52,10 +52,7 @@ has_reached.sample(lambda: (*_samples(), 0, 0))
 
 
 class NodeFlags:
-    """Shared-memory counters of the ranks on one node. Each rank has ``words`` counters. Construction is collective.
-
-    If ``is_shared`` is False, the ranks cannot share memory, and the counters must not be used.
-    """
+    """Shared-memory counters, ``words`` per rank of a node. Construction is collective."""
 
     def __init__(self, comm: Communicator, words: int) -> None:
         self._block = comm.shared(align_up(max(1, words) * _WORD_BYTES, LINE_BYTES))
@@ -67,7 +64,7 @@ class NodeFlags:
         self._spins = 1 if comm.size > len(cores) else SPINS
 
     def raise_to(self, word: int, value: int) -> None:
-        """Set this rank's counter number ``word`` to ``value``, which must exceed the old value."""
+        """Set this rank's counter number ``word`` to a larger ``value``."""
         raise_word(self._own + _WORD_BYTES * word, value)
 
     def wait(self, rank: int, word: int, value: int) -> None:
@@ -87,10 +84,7 @@ class NodeFlags:
 
 
 class SharedMemoryTransport(Transport):
-    """Parameter-server transport by shared memory within nodes. Construction is collective over the world.
-
-    Raises ConfigurationError on a GPU, and MissingCapabilityError on all ranks if a node cannot share memory.
-    """
+    """Parameter-server transport by shared memory within nodes. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology) -> None:
         context, nodes = topology.context, topology.comm.nodes()
@@ -161,7 +155,6 @@ class SharedMemoryTransport(Transport):
         return block
 
     def push(self, part: Range) -> None:
-        """Announce the gradients of range ``part`` to a server on this node, or start sending them to another node."""
         server, index = self.topology.owners[part], self._place[part]
         if server not in self._here:
             values = pushed(self.gradients, self.partials, part)
@@ -190,7 +183,6 @@ class SharedMemoryTransport(Transport):
         self.topology.total(inputs, gradients)
 
     def publish(self, part: Range) -> None:
-        """Announce this server's new parameters of range ``part`` on its node; start sending them to other nodes."""
         values = self.parameters.range(part)
         for members in self._nodes:
             first = next((rank for rank in members if rank in self.topology.roles.workers), None)

@@ -24,10 +24,7 @@ BLOCK_BYTES: Final = 64 << 10  # block size when several buffers are summed: par
 
 
 class ShardTree:
-    """Binary tree that fixes the order of summing the gradients of ``shards`` micro-batches. Local.
-
-    ``workers``: number of workers that compute the micro-batches. It does not change the bits of the sum.
-    """
+    """Binary tree that fixes the order in which gradients of micro-batches are summed. Local."""
 
     def __init__(self, shards: int, workers: int) -> None:
         self.shards = shards
@@ -37,10 +34,7 @@ class ShardTree:
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Write the sum of the workers' pushed arrays ``addends`` to ``target``, added in rank order. Local.
-
-        Keyword-only ``lasting``: False if each array is soon overwritten.
-        """
+        """Write the sum of all workers' arrays ``addends`` to ``target``, added in rank order. Local."""
         # A yielded array is overwritten after the next two arrays are read. ``target`` may be an addend.
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -74,10 +68,7 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums of one worker's gradients over its micro-batches, to be sent to servers. Local.
-
-    ``tree``: order of additions. ``gradients``: gradients of the current micro-batch.
-    """
+    """Partial sums of one worker's gradients over its micro-batches, to be sent to servers. Local."""
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
         self._steps, node_slots = _plan(tree, index)  # index: number of the worker
@@ -87,14 +78,11 @@ class PartialSums:
         self._lies = [gradients if at is None else slots[at] for at in node_slots]
         self._slots = slots
 
-    def add(self, shard: int, part: Range) -> None:
-        """Add the gradients of the parameter range ``part`` in local micro-batch number ``shard`` to partial sums.
-
-        The gradients of the last micro-batch must stay unchanged until they are pushed.
-        """
-        if shard >= len(self._steps):
+    def add(self, microbatch: int, part: Range) -> None:
+        """Add the gradients of one micro-batch in the flat range ``part`` to the partial sums."""
+        if microbatch >= len(self._steps):
             return
-        depth, joins, stays = self._steps[shard]
+        depth, joins, stays = self._steps[microbatch]
         values = self._gradients.range(part)
         if not joins and not stays:
             self._slots[depth].range(part)[...] = values
@@ -104,12 +92,12 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return the list of partial sums to send for the parameter range ``part``. Call it after the last `add`."""
+        """Return the partial sums to send for the flat range ``part``, after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return the number of buffers for partial sums on worker number ``index``. ``tree``: order of additions."""
+    """Return the number of buffers for partial sums on worker number ``index``."""
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
@@ -144,7 +132,7 @@ PARAMETER: Final = 1
 
 @dataclass(frozen=True)
 class ServerTopology:
-    """Workers and servers of the world, and the parameter ranges that each server owns."""
+    """Workers and servers of the world, and the parameter ranges of each server."""
 
     context: RankContext
     roles: Roles
@@ -169,13 +157,13 @@ class ServerTopology:
 
     @cached_property
     def messages(self) -> list[tuple[Range, int]]:
-        """List of (parameter range, server rank) pairs, one for each gradient message, in sending order."""
+        """List of (parameter range, server) pairs, one for each gradient message, in sending order."""
         messages = self.partition.messages(self.context.ranges)
         return [(part, self.roles.servers[index]) for part, index in messages]
 
     @cached_property
     def owners(self) -> dict[Range, int]:
-        """Mapping from the parameter range of each gradient message to the rank of the server that owns the range."""
+        """Mapping from the parameter range of each gradient message to its server."""
         return dict(self.messages)
 
     @cached_property
@@ -184,41 +172,38 @@ class ServerTopology:
         return [part for part, server in self.messages if server == self.rank]
 
     def parts(self, server: int) -> list[Range]:
-        """Return all parameter ranges that the rank ``server`` owns, in ascending order."""
+        """Return all parameter ranges that ``server`` owns, in ascending order."""
         return self.partition.parts(self.roles.servers.index(server))
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """Tree that fixes the order of gradient additions, or None if each worker pushes one sum of its gradients."""
+        """Tree that fixes the order of gradient additions, or None if workers send plain sums."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
-        """Return the number of arrays (partial sums, or 1) that rank ``worker`` pushes for each parameter range."""
+        """Return the number of arrays that ``worker`` sends for each parameter range."""
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
     def slots(self, worker: int) -> int:
-        """Return the number of buffers that rank ``worker`` needs for partial sums over its micro-batches."""
+        """Return the number of buffers for partial sums on ``worker``."""
         if self.tree is None or worker not in self.roles.workers:
             return 0
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return a `PartialSums` of this rank's ``gradients``, or None if this rank pushes no partial sums."""
+        """Return a `PartialSums` of this rank's ``gradients``, or None if workers send plain sums."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return a `PartialSums` for rank ``worker``, or None if each worker pushes only one sum.
-
-        ``gradients``: gradients of the worker's current micro-batch. ``slot(n)``: function that allocates buffer n.
-        """
+        """Return a `PartialSums` of ``worker``, or None. ``slot(n)``: function that allocates buffer n."""
         if self.tree is None:
             return None
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
 
     def total(self, addends: Sequence[Array], target: Array) -> None:
-        """Sum ``addends``, the arrays of all workers in rank order, into ``target``, which may be an addend."""
+        """Sum the workers' arrays ``addends``, in rank order, into ``target``, which may be an addend."""
         if self.tree is None:
             add_in_order(addends, target)
         else:
@@ -226,10 +211,7 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """Interface of parameter-server transports. Operations on a range are complete after `settle`.
-
-    A rank calls `settle` twice per step: after its pushes, and after its last operation.
-    """
+    """Interface of parameter-server transports. Operations on a range are complete after `settle`."""
 
     parameters: FlatStore
     gradients: FlatStore  # a worker's gradients, or a dedicated server's sums
@@ -237,31 +219,31 @@ class Transport(Protocol):
     loaded_bytes: int = 0  # bytes read so far from memory written by other ranks of the node; not counted as sent
 
     def push(self, part: Range) -> None:
-        """On a worker, send the gradients of the flat range ``part``, which must stay unchanged until `settle`."""
+        """On a worker, send the gradients of the range ``part``. They must not change until `settle`."""
 
     def collect(self, part: Range) -> None:
-        """On a server, sum the arrays that all workers pushed for the local range ``part``, in a fixed order."""
+        """On a server, sum all workers' gradients of the local range ``part``, in a fixed order."""
 
     def expect(self) -> None:
-        """Prepare to receive the new parameters of this step, for example by posting receives. Local."""
+        """Prepare to receive the new parameters of this step. Local."""
         return
 
     def publish(self, part: Range) -> None:
-        """On a server, send the new values of ``part``, a range of this server's parameters, to the workers."""
+        """On a server, send the new parameters of the local range ``part`` to the workers."""
 
     def pull(self, part: Range) -> None:
-        """On a worker, receive the new parameters of the flat range ``part``. They are valid after `settle`."""
+        """On a worker, receive the new parameters of the range ``part``. They are valid after `settle`."""
 
     def settle(self) -> None:
         """Wait until all operations that this rank started are complete. Local."""
 
     def close(self) -> None:
-        """Free windows and shared memory; the parameter and gradient stores become invalid. Collective."""
+        """Free windows and shared memory. Stores of parameters and gradients become invalid. Collective."""
         return
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays that a worker pushes for ``part``: its ``partials`` or, without them, its ``gradients``."""
+    """Return the arrays that a worker sends for the range ``part``: partial sums or, without them, gradients."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

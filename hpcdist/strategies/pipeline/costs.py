@@ -53,22 +53,16 @@ VALUE: Final = 0.01  # of all parameters: products neither overflow nor underflo
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds per pass of a model layer (or embedding or head) over a micro-batch.
-
-    ``backward``: unsplit backward pass. ``input``, ``weight``: its halves for input gradients and weight gradients.
-    """
+    """Seconds of each pass of one model layer over a micro-batch."""
 
     forward: float
-    backward: float
-    input: float
-    weight: float
+    backward: float  # unsplit backward pass
+    input: float  # input-gradient half of a split backward pass
+    weight: float  # weight-gradient half
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Measure and return the `PassSeconds` of each layer. Collective over the tensor axis.
-
-    ``samples``: number of samples in a micro-batch. ``on``: "cpu" or "gpu".
-    """
+    """Measure and return the `PassSeconds` of each layer of ``model``. Collective over the tensor axis."""
     by_kind: dict[object, PassSeconds] = {}
     seconds = []
     for unit in range(len(model.stages)):
@@ -80,10 +74,7 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return the median over ``comm`` of each model layer's pass times, converted to relative speed 1. Collective.
-
-    ``seconds``: times measured on this rank. ``speed``: this rank's relative speed.
-    """
+    """Return the median over ``comm`` of each layer's pass times, converted to a device of speed 1. Collective."""
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
     return tuple(PassSeconds(*map(float, row)) for row in middle)
@@ -186,34 +177,31 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """Sharding of a model layer's arrays over ``ranks`` tensor-parallel ranks.
-
-    With ``by_tokens`` (sequence parallelism), activations outside of tensor-parallel layers are split by tokens too.
-    """
+    """Sharding of a layer's arrays over ``ranks`` tensor-parallel ranks."""
 
     ranks: int = 1
-    by_tokens: bool = False
+    by_tokens: bool = False  # sequence parallelism: activations between these layers are split by tokens
 
     def of(self, elements: int) -> int:
-        """Return the shard size, rounded up, of an array of ``elements`` elements that is split over all ranks."""
+        """Return the shard size of an array of ``elements`` elements, rounded up."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the shard size of a layer input or output of ``elements`` elements; it is split if ``by_tokens``."""
+        """Return the shard size of a layer input or output of ``elements`` elements."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
-        """Return the number of elements per sample that a tensor-parallel rank keeps of the activation ``array``."""
+        """Return the number of elements per sample that a tensor-parallel rank keeps of ``array``."""
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
-        """Return the elements of the scratch array ``buffer`` on a tensor-parallel rank, for ``samples`` samples."""
+        """Return the number of elements of ``buffer`` on a tensor-parallel rank, for ``samples`` samples."""
         if buffer.most:  # bounded by a tile or a cache
             return buffer.of(samples)
         return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
 
     def size(self, spec: TensorSpec) -> int:
-        """Return the largest number of elements of the parameter tensor ``spec`` on a tensor-parallel rank."""
+        """Return the largest number of elements of the tensor ``spec`` on a tensor-parallel rank."""
         if spec.cut is None:
             return spec.padded
         return spec.padded if self.ranks == 1 else spec.size // spec.shape[spec.cut] * self.of(spec.shape[spec.cut])
@@ -221,7 +209,7 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one model layer for a micro-batch: FLOPs over all tensor-parallel ranks, bytes on one of these ranks."""
+    """Costs of one model layer for a micro-batch: FLOPs on all tensor-parallel ranks, bytes on one rank."""
 
     parameters: int
     forward_flop: int = 0
@@ -260,10 +248,7 @@ class SampleCounts:
 def unit_costs(
     model: Model, samples: int, split: TensorSplit = TensorSplit(), documents: DocumentPairs | None = None
 ) -> tuple[UnitCost, ...]:
-    """Return the FLOPs and bytes of each model layer for a micro-batch of ``samples`` samples. Local.
-
-    ``split``: sharding over tensor-parallel ranks. ``documents``: query-key pairs within packed documents, or None.
-    """
+    """Return the FLOPs and bytes of each model layer for a micro-batch of ``samples`` samples. Local."""
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
     for unit, stage in enumerate(model.stages):
@@ -296,10 +281,7 @@ def unit_costs(
 
 
 def attention_scores(context: int, window: int = 0) -> int:
-    """Return the number of attention scores that are computed per sample and head, masked scores included.
-
-    ``context``: tokens of a sample. ``window``: sliding window in tokens (0: no window).
-    """
+    """Return the number of attention scores, including masked scores, that a head computes per sample."""
     # A tile of `QUERY_BLOCK` queries and keys is computed if the causal mask leaves any of its scores visible.
     blocks, rest = divmod(context, QUERY_BLOCK)
     before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # visible key blocks before the query block

@@ -28,7 +28,7 @@ IN_MESSAGES: Final = 2  # buffers per kind of message
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Numbers of micro-batches whose arrays a pipeline chunk (virtual stage) has in memory at the same time."""
+    """Numbers of micro-batches whose arrays a pipeline chunk has in memory at the same time."""
 
     inputs: int = 0  # with a stored input
     kept: int = 0  # with activations for the backward pass
@@ -50,11 +50,7 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return the bytes of parameters, gradients and optimizer state per rank with the ZeRO settings ``config``.
-
-        ``degrees``: ranks that shard each of them. ``itemsize``: bytes per element of parameters and gradients.
-        ``optimizer_bytes``: bytes of optimizer state and master copy per unsharded parameter.
-        """
+        """Return the state bytes per rank if ``degrees`` ranks shard parameters, gradients and optimizer."""
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
         per_parameter = (
@@ -68,7 +64,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of temporary unsharded arrays of a layer with ``parameters`` parameters, keyed by name."""
+        """Return the bytes of temporary unsharded arrays of a layer with ``parameters`` parameters, by name."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -78,10 +74,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the points of a step that may need the most memory. Each has one `LiveMicroBatches` per chunk.
-
-    ``steps``: the rank's operations. ``chunks``: layer ranges of the rank's pipeline chunks.
-    """
+    """Return the points of a step at which the rank may need the most memory, each as `LiveMicroBatches` per chunk."""
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)
@@ -135,17 +128,11 @@ class StageMemory:
         self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
-        """Return the memory use of ``rank`` in bytes. Its chunk i has the model layers [starts[i], stops[i]).
-
-        ``starts[i]`` and ``stops[i]`` may be arrays, one element per candidate partition; the result is then an array.
-        """
+        """Return the memory use of ``rank`` in bytes. Its chunk i has the layers [starts[i], stops[i])."""
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return the bytes of ``rank`` by category: "states", "activations", "messages" and "scratch".
-
-        Pipeline chunk i of ``rank`` has the model layers [starts[i], stops[i]).
-        """
+        """Return the memory use of ``rank`` in bytes by category, such as "activations". Arguments as in `on`."""
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]
         activations: Any = 0

@@ -31,7 +31,7 @@ VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Partition of a model over pipeline ranks that minimises the time of the slowest rank."""
+    """Partition of a model over pipeline ranks, and the time of its slowest rank."""
 
     chunks: tuple[range, ...]  # layers (also embedding and head) of each chunk, in model order
     largest: float  # seconds per micro-batch of the slowest rank
@@ -39,24 +39,20 @@ class StagePartition:
 
     @property
     def is_proven(self) -> bool:
-        """True if this partition is proven optimal: its slowest rank takes no more time than the lower bound."""
+        """True if no partition has a faster slowest rank."""
         return self.largest <= self.bound * (1 + SAME)
 
 
 def search(
-    seconds: Sequence[float],
-    ranks: Sequence[int],
+    layer_seconds: Sequence[float],
+    rank_of_chunk: Sequence[int],
     speeds: Sequence[float],
     limits: Sequence[int],
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
-    """Return the fastest partition of a model's layers into chunks, or None if none fits into memory. Local.
-
-    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``speeds``: speed of each rank. ``limits``: memory
-    limit of each rank in bytes, or 0. ``memory``: memory model, or None. ``steps``: maximum number of search steps.
-    """
-    task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
+    """Return the fastest partition of a model's layers into chunks, or None if none fits into memory. Local."""
+    task = _Task(tuple(layer_seconds), tuple(rank_of_chunk), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
     best: tuple[float, tuple[int, ...]] | None = None
     for first in (task.counted(), task.even()):
@@ -264,23 +260,17 @@ class StageDevices:
 
 
 def partition(
-    seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
+    layer_seconds: Sequence[float], rank_of_chunk: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
-    """Return the fastest partition of a model on ``devices``, or None if none fits into memory. Local.
-
-    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``memory``: memory model, or None for no limits.
-    """
-    assert len(seconds) >= len(ranks) > 0
-    if len(set(ranks)) == len(ranks):
-        return _contiguous(seconds, ranks, devices, memory)
-    return search(seconds, ranks, devices.speeds, devices.limits, memory)
+    """Return the fastest partition of a model on ``devices``, or None if none fits into memory. Local."""
+    assert len(layer_seconds) >= len(rank_of_chunk) > 0
+    if len(set(rank_of_chunk)) == len(rank_of_chunk):
+        return _contiguous(layer_seconds, rank_of_chunk, devices, memory)
+    return search(layer_seconds, rank_of_chunk, devices.speeds, devices.limits, memory)
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the layer ranges that minimise the largest ratio of a rank's memory use to its limit. Local.
-
-    ``units``: number of layers. Rank ``ranks[i]`` gets range i. ``memory``: model of the memory use.
-    """
+    """Return the layer ranges that minimise the largest ratio of a rank's memory use to its limit. Local."""
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
     ]

@@ -26,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Layers, memory, and compute work per micro-batch of one pipeline rank."""
+    """Layers, memory use and compute work per micro-batch of one pipeline rank."""
 
     units: tuple[range, ...]
     parameters: int
@@ -43,7 +43,7 @@ class PartitionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """Assignment of a model's layers to pipeline ranks, with the work and memory of each rank."""
+    """Assignment of a model's layers to pipeline ranks."""
 
     placement: StagePlacement
     basis: str
@@ -53,12 +53,12 @@ class PartitionPlan:
 
     @property
     def stage_units(self) -> tuple[int, ...]:
-        """Number of layers, including embedding and head, of each stage or virtual stage."""
+        """Number of layers, including embedding and head, of each pipeline chunk."""
         return tuple(len(chunk) for chunk in self.placement.chunks)
 
     @property
     def balance(self) -> float:
-        """Mean busy fraction of the ranks if the slowest rank never waits: an upper bound for all schedules."""
+        """Mean busy fraction of the ranks if the slowest rank never waits, an upper bound for all schedules."""
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
@@ -94,11 +94,7 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the assignment of the layers of ``model`` to pipeline ranks, for micro-batches of ``samples`` samples.
-
-    ``schedule``: passes of every rank. ``states``: bytes of parameters and optimizer state. Raises ConfigurationError
-    if the model has too few layers, or if a rank exceeds its memory limit.
-    """
+    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the layers do not fit."""
     # ``seconds``: measured times of each layer. ``earlier_units``: layers of each stage in a checkpoint, to be kept.
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)

@@ -91,12 +91,7 @@ class Executor:
         first_sample: int = 0,
         targets: int | None = None,
     ) -> StepResult:
-        """Run one training step and return its result. Collective: every rank passes its own ``operations``.
-
-        ``batches``: this replica's micro-batches. Their first sample has index ``first_sample`` in the global batch.
-        ``samples``, ``targets``: numbers in the global batch (targets None: all tokens). ``stop_requests``: array to
-        sum over the ranks. Raises NonFiniteError on every rank if the loss or a gradient is not finite.
-        """
+        """Run one training step. Collective. Raises NonFiniteError if the loss or a gradient is not finite."""
         # With loss scaling, a step with a non-finite gradient is skipped.
         sizes = [len(inputs) for inputs, _ in batches]
         try:
@@ -137,10 +132,7 @@ class Executor:
         seconds["compute_s"] -= inside_s
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
-        """Return the sum of the loss over the batch's targets in nats, or 0 on ranks without the last pipeline stage.
-
-        Collective over the pipeline or, with sharded parameters, over all ranks.
-        """
+        """Return the batch's loss in nats, or 0 on ranks without the last pipeline stage. Collective."""
         self._begin(self._forward_only, [(inputs, targets)])
         for operation in self._forward_only:
             self._handlers[operation.kind](operation)
@@ -148,10 +140,7 @@ class Executor:
         return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
-        """Compute a failed step again; return a description of this rank's first non-finite value, or None.
-
-        Updates nothing. Collective, like `run`.
-        """
+        """Repeat a failed step without update; return a text about the first non-finite value, or None. Collective."""
         self._watch.begin(self.exchange.parameters)
         self._compute(operations, batches)
         self._stages.neighbours.finish()
@@ -288,7 +277,7 @@ class Executor:
 
     @property
     def own_weight(self) -> float:
-        """Sum of the weights of this rank's targets in the last step or evaluation; 0 for an unweighted loss."""
+        """Sum of the weights of this rank's targets in the last step; 0 for an unweighted loss."""
         return self._stages.weight
 
     def gradients_in(self, part: Range) -> Array | None:

@@ -32,10 +32,7 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for the operations of a step. Return ``draws``, or their copies on the GPU.
-
-        ``draws``: dropout random state per micro-batch. ``sizes``: samples per micro-batch. ``scale``: loss factor.
-        """
+        """Prepare for the operations of a step. Return the dropout ``draws``, or their copies on the GPU."""
         # ``steady`` is False in an evaluation or a NaN search.
         return draws
 
@@ -50,10 +47,7 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Return the result of ``call(moving)``, which runs the compute operation ``op``.
-
-        Keyword-only ``moving``: input arrays whose addresses change between steps. A subclass may pass copies.
-        """
+        """Run the compute operation ``op`` by the function ``call``, and return the result of ``call``."""
         # All other arrays have fixed addresses: ``saved`` (for the backward pass), ``still`` (an input),
         # ``parameters``, ``gradients``.
         return call(moving)
@@ -72,7 +66,7 @@ class _Captured:
 
 
 class StageGraphs(KernelLaunches):
-    """Runner of a rank's forward and backward passes as CUDA graphs. ``arena``: memory for activations."""
+    """Runner of a rank's forward and backward passes as CUDA graphs."""
 
     own_messages = True  # sends complete at varying times, so their memory must not come from the recorded arena
 
@@ -109,7 +103,6 @@ class StageGraphs(KernelLaunches):
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Return the result of operation ``op``, run as a CUDA graph that is captured at the first run."""
         # A graph is captured per operation and set of arrays. Without a graph: warm-up, evaluations, a search for NaN,
         # or too many graphs.
         if not self._on:

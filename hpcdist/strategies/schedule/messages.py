@@ -21,10 +21,7 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 
 
 class StageMessages:
-    """Pipeline messages of one rank. Receives are posted in advance, and sends never block.
-
-    Construction is collective over the pipeline. ``arena`` allocates the receive buffers.
-    """
+    """Pipeline messages of one rank. Construction is collective over the pipeline."""
 
     def __init__(self, context: RankContext, arena: Arena) -> None:
         self._comm, self._arena, self._model, self._dtype = context.pipeline, arena, context.model, context.model.dtype
@@ -54,10 +51,7 @@ class StageMessages:
                 )
 
     def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
-        """Start to post the receives in ``operations``, in order. ``samples``: number of samples of each micro-batch.
-
-        Raises ScheduleError, before posting, if two messages in flight could have the same tag.
-        """
+        """Start to post the receives in ``operations``. ``samples``: number of samples of each micro-batch."""
         if len(samples) > self._window:
             self._check_order(operations)
         kinds = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
@@ -89,7 +83,7 @@ class StageMessages:
             self._posted[op.kind, op.microbatch, self._edge(op)] = request, values
 
     def receive(self, op: Operation) -> Array:
-        """Wait for the message that ``op`` receives. Return its array, valid until `forget` or `forget_gradient`."""
+        """Wait for the message that ``op`` receives, and return its array."""
         edge = self._edge(op)
         request, values = self._posted.pop((op.kind, op.microbatch, edge))
         self._post()
@@ -103,26 +97,23 @@ class StageMessages:
         return values
 
     def forget(self, microbatch: int, unit: int) -> None:
-        """Free the received input of model layer (or skip connection) number ``unit`` for one micro-batch."""
+        """Free the received input of layer (or skip connection) ``unit`` for one micro-batch."""
         if (microbatch, unit) in self._received:
             self._received.remove((microbatch, unit))
             self._memory(RECEIVED, microbatch, unit).release()
 
     def forget_gradient(self, microbatch: int, unit: int) -> None:
-        """Free the input gradient of model layer (or skip connection) number ``unit`` for one micro-batch."""
+        """Free the input gradient of layer (or skip connection) ``unit`` for one micro-batch."""
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Return a copy of ``dx``, the input gradient of model layer ``unit``. `forget_gradient` frees the copy."""
+        """Return a copy of ``dx``, the input gradient of layer ``unit``. `forget_gradient` frees the copy."""
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy
 
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
-        """Send ``y``, the input of model layer ``op.unit``, to the rank that computes this layer.
-
-        With keyword-only ``copy=False``, ``y`` must not change until the gradient of ``y`` is received.
-        """
+        """Send ``y``, the input of layer ``op.unit``, to the rank that computes this layer."""
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)
         else:
@@ -130,17 +121,17 @@ class StageMessages:
             self._activations[op.microbatch, self._edge(op)] = request
 
     def send_gradient(self, op: Operation, dx: Array) -> None:
-        """Send a copy of ``dx``, the input gradient of model layer ``op.unit``, to the rank that computed the input."""
+        """Send ``dx``, the input gradient of layer ``op.unit``, to the rank that computed the input."""
         self._send_copy(GRADIENT_OUT, op, dx)
 
     def poll(self) -> None:
-        """Test the messages in flight: MPI libraries without a progress thread advance them only inside MPI calls."""
+        """Make progress on the messages in flight, without waiting."""
         for request, _ in self._posted.values():
             request.test()
         self._reap()
 
     def finish(self) -> None:
-        """Wait for all messages in flight, at the end of an operation list."""
+        """Wait for all messages in flight."""
         for request in self._activations.values():
             request.wait()
         self._activations.clear()

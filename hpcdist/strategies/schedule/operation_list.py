@@ -34,7 +34,7 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """Content of a pipeline schedule file: chunk placement, chunks per rank, and the passes of each rank."""
+    """Content of a pipeline schedule file: placement of chunks on ranks, and passes of each rank."""
 
     # A file has one line of passes per rank, such as "F3.1 B3.1": forward and backward of micro-batch 3, chunk 1.
     placement: str
@@ -48,11 +48,11 @@ class ScheduleText:
 
     @property
     def keeps(self) -> bool:
-        """True if the schedule does not support recomputation: activations are kept until the backward pass."""
+        """True if all activations are kept until the backward pass, so that recomputation is unsupported."""
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
-        """Return the placement of the model chunks ``parts`` (ranges of model layers) on the ranks."""
+        """Return the placement of the model chunks ``parts`` (ranges of layers) on the ranks."""
         return PLACEMENTS[self.placement](parts, len(self.passes))
 
 
@@ -108,7 +108,7 @@ def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> 
 
 
 def dump(written: ScheduleText, comment: str = "") -> str:
-    """Return the schedule ``written`` in the format of a schedule file for `read`, with ``comment`` at the top."""
+    """Return ``written`` as text of a schedule file, with ``comment`` at the top. `read` is the inverse."""
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [f"placement = {written.placement}", f"chunks = {written.chunks}"]
     for steps in written.passes:
@@ -153,10 +153,7 @@ def compute_operations(
     *,
     recompute: bool = False,
 ) -> list[Operation]:
-    """Return the compute and message operations of pipeline rank ``rank`` in one step.
-
-    ``schedule`` is the name of a built-in schedule, or the passes of every rank.
-    """
+    """Return the passes and messages of pipeline rank ``rank`` in one step, as operations."""
     if isinstance(schedule, str):
         chunks = len(placement.chunks) // placement.stages
         passes = SCHEDULES[schedule].passes(rank, placement.stages, microbatches, chunks)
@@ -166,17 +163,14 @@ def compute_operations(
 
 
 def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Operation]:
-    """Return the operations of ``rank`` that evaluate one batch as a single micro-batch."""
+    """Return the operations of pipeline rank ``rank`` that evaluate one batch."""
     return expand([(Kind.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
 
 
 def insert_gathers(
     steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, keep: bool = False
 ) -> list[Operation]:
-    """Insert GATHER and FREE operations into ``steps``, around compute operations that use sharded parameters.
-
-    ``needs`` maps each layer to the layers whose parameters it uses.
-    """
+    """Insert GATHER and FREE operations into ``steps``, around compute operations that use sharded parameters."""
     # Parameters stay gathered from their first to their last use in a micro-batch or, with ``keep``, in the whole list:
     # fewer gathers, but more memory.
     users = Counter(unit for used in needs.values() for unit in used)
@@ -214,10 +208,7 @@ def insert_exchange(
     *,
     every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Insert the operations ``exchange``, which sum gradients and update parameters, into the list ``steps``.
-
-    ``units``: each layer's range of the flat parameter vector.
-    """
+    """Insert the operations ``exchange``, which sum gradients and update parameters, into the list ``steps``."""
     # Operations of the types `EXCHANGED` follow as soon as the gradients of their range are complete, after the last or
     # after every micro-batch. MIX_START comes first, all others last. A range with an ADD is added up over the
     # micro-batches, and reduced once.
@@ -256,11 +247,7 @@ def overlap_reductions(
     needs: Mapping[int, Collection[int]],
     limit: int | None = None,
 ) -> list[Operation]:
-    """Replace each gradient reduction in ``steps`` by a nonblocking START, and a WAIT as late as possible.
-
-    ``units``: flat range of each layer. ``needs``: layers whose gradients a layer's backward pass writes. ``limit``:
-    maximum number of reductions in flight, or None.
-    """
+    """Replace each gradient reduction in ``steps`` by a nonblocking START, and a WAIT as late as possible."""
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
 
@@ -287,10 +274,7 @@ def overlap_reductions(
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Replace each GATHER in the operations ``steps`` by an earlier START_GATHER, and a WAIT_GATHER at its position.
-
-    At most ``ahead`` gathers are in flight. A GATHER stays if no FREE frees its parameters.
-    """
+    """Replace each GATHER by a START_GATHER up to ``ahead`` gathers earlier, and a WAIT_GATHER at its position."""
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}
     if not ahead or not freed:
@@ -322,7 +306,7 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
 
 
 def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
-    """Insert a POLL into ``steps`` after compute operations with communication in flight, so that it progresses."""
+    """Insert a POLL after each operation of ``steps`` that computes while communication is in flight."""
     operations: list[Operation] = []
     in_flight = sum(op.kind is Kind.SETTLE for op in steps)  # from the previous step
     for op in steps:

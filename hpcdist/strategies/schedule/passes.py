@@ -36,7 +36,7 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest number of micro-batches in progress at once on a rank, summed over its pipeline chunks."""
+    """Largest number of micro-batches in progress at once on a rank, summed over its model chunks."""
 
     live: int  # after forward, before backward (or its input-gradient half), with all activations
     held: int  # between the input-gradient and the weight-gradient half of a split backward pass
@@ -44,7 +44,7 @@ class Peak:
 
 
 def spell(step: Pass) -> str:
-    """Return the pass ``step`` in schedule-file notation: F3.1 is the forward pass of micro-batch 3, local chunk 1."""
+    """Return the pass ``step`` in schedule-file notation, such as "F3.1"."""
     return f"{LETTERS[step[0]]}{step[1]}.{step[2]}"
 
 
@@ -74,7 +74,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
-    """Return the operations of ``rank`` for its ``passes`` over its chunks in ``placement``, with pipeline messages."""
+    """Return the operations of ``rank``: its ``passes`` and their pipeline messages."""
     # With ``recompute``, a chunk keeps only the input of each micro-batch, and runs forward again before the backward
     # pass.
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
@@ -121,14 +121,14 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the smallest group size for interleaved 1F1B such that each group has at least ``ranks`` micro-batches."""
+    """Return the smallest group size of interleaved 1F1B for which no group has fewer than ``ranks`` micro-batches."""
     # A rank runs a whole group of micro-batches through one chunk before its next chunk. The last group may be smaller.
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes:
-    """Return the passes of interleaved 1F1B: fill the pipeline, alternate forward and backward passes, drain."""
+    """Return the passes of interleaved 1F1B, in which each rank has several model chunks."""
     size = interleaved_group(ranks, microbatches)
     table = [
         (chunk, microbatch)
@@ -148,12 +148,12 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-H1: 1F1B that computes weight gradients ``rank`` micro-batches after input gradients."""
+    """Return the passes of ZB-H1, a zero-bubble schedule that delays weight gradients by ``rank`` micro-batches."""
     return _put_off(microbatches, ahead=ranks - 1 - rank, delay=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-H2: no rank is idle if a forward, an input and a weight pass take equal time."""
+    """Return the passes of ZB-H2, a zero-bubble schedule without idle ranks if all passes take equal time."""
     return _put_off(microbatches, ahead=2 * (ranks - 1 - rank), delay=2 * rank)
 
 
@@ -188,7 +188,7 @@ class _Counting:
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-V, for two chunks per rank that are placed by the function `folded`."""
+    """Return the passes of ZB-V, a zero-bubble schedule with two model chunks per rank in a `folded` placement."""
     steps, rounds = _Counting(microbatches), max(2 * ranks - 1, microbatches)
     for _ in range(2 * (ranks - rank) - 1):  # until the first micro-batch returns from the later ranks
         steps.add(Kind.FORWARD, 0)

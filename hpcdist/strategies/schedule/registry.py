@@ -43,7 +43,7 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the idle fraction of the slowest of ``stages`` ranks in a step; None if ``schedule`` has no formula."""
+    """Return the idle fraction of the slowest of ``stages`` ranks in a step, or None if there is no formula."""
     # Fraction of the time from a rank's first to its last pass. Symbols: p ranks (``stages``), m micro-batches, v
     # chunks per rank; F, I, W: seconds of forward pass, input gradient (B in the papers) and weight gradients. Equal
     # stages and free messages are assumed. Papers: arXiv:1811.06965 (gpipe), 2104.04473 (1f1b, interleaved), 2401.10241
@@ -84,7 +84,7 @@ class Schedule:
     fewest: Callable[[int], int] = lambda ranks: 1  # minimum number of micro-batches
 
     def place(self, parts: Sequence[range], ranks: int) -> StagePlacement:
-        """Return the placement of the chunks ``parts`` (ranges of layers) on ``ranks`` ranks, equally many per rank."""
+        """Return the placement of the model chunks ``parts`` (ranges of layers) on ``ranks`` ranks."""
         return (folded if self.folded else looped)(parts, ranks)
 
 
@@ -133,7 +133,7 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank with schedule ``name``. Raises ConfigurationError if unsupported."""
+    """Return the number of model chunks per rank. Raises ConfigurationError if ``name`` does not support ``chunks``."""
     # The recipe's default ``chunks`` = 1 selects the schedule's maximum, if there is a maximum.
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
@@ -150,10 +150,7 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Return the number of chunks per rank (see `chunks_of`), if the schedule ``name`` supports the arguments.
-
-    Raises ConfigurationError for unsupported numbers of ranks, micro-batches or chunks.
-    """
+    """Return `chunks_of`, or raise ConfigurationError if the schedule ``name`` does not support these numbers."""
     if name == FILE:
         return chunks
     if name not in SCHEDULES:

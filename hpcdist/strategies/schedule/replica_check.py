@@ -36,10 +36,7 @@ def check_parameters(executor: Executor, step: int) -> None:
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on all ranks of ``comm`` if the elements of ``store`` differ. Collective over ``comm``.
-
-    ``store``: same range on every rank. ``step``: step number for the error. ``algorithm``: allreduce algorithm.
-    """
+    """Raise DivergenceError on all ranks if their copies of ``store`` differ at ``step``. Collective over ``comm``."""
     if have_equal_digests(comm, _digest(backend.to_host(store.array)), algorithm):
         return
     _name_the_first(comm, store, list(store.tensors()), step)
@@ -47,10 +44,7 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
 
 
 def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on all ranks of ``comm`` if tensors that should be replicated differ. Collective.
-
-    ``comm``: ranks of the tensor axis. ``store``: same range of the parameters on every rank.
-    """
+    """Raise DivergenceError on all ranks if unsharded tensors differ. Collective over ``comm``, the tensor axis."""
     # The tensors that the tensor axis does not shard.
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
@@ -60,11 +54,7 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 
 
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
-    """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over ``comm``.
-
-    ``replica``: number of this rank's replica. ``what``: start of the error message. Keyword-only ``looks`` False: this
-    rank's batch is not compared.
-    """
+    """Raise DataError on all ranks if the ranks of one ``replica`` have different batches. Collective over ``comm``."""
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
     table[comm.rank] = row if looks else -1
@@ -119,10 +109,7 @@ def explain_nonfinite(
     batches: Sequence[MicroBatch],
     error: NonFiniteError,
 ) -> NonFiniteError:
-    """Repeat the failed step; return ``error`` plus the ranks and tensors of the first non-finite values. Collective.
-
-    ``operations``, ``batches``: operations and micro-batches of the step.
-    """
+    """Repeat a failed step; return ``error`` with the first non-finite value of each rank. Collective."""
     findings = comm.allgather_object(executor.inspect(operations, batches))
     locations = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]
     location, suspect = "; ".join(locations), "this step"

@@ -23,23 +23,20 @@ from hpcdist.strategies.core.operations import COMPUTE
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Cost of a message: it occupies the link for ``carries_s`` seconds and arrives ``latency_s`` seconds later."""
+    """Cost of a message: seconds that it occupies the link, and latency."""
 
-    latency_s: float = 0.0
-    carries_s: float = 0.0
+    latency_s: float = 0.0  # from the end of ``carries_s`` to the arrival
+    carries_s: float = 0.0  # the message occupies the link
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of each pass for one micro-batch, by model layer, and the cost of a message.
-
-    ``backward_s``: unsplit backward pass. ``input_s``, ``weight_s``: input- and weight-gradient halves of a split pass.
-    """
+    """Seconds of each pass over one micro-batch, by model layer, and the cost of a message."""
 
     forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    input_s: Sequence[float]
-    weight_s: Sequence[float]
+    backward_s: Sequence[float]  # unsplit backward pass
+    input_s: Sequence[float]  # input-gradient half of a split backward pass
+    weight_s: Sequence[float]  # weight-gradient half
     link: LinkCost = LinkCost()
 
     def __post_init__(self) -> None:
@@ -57,7 +54,7 @@ class StepCosts:
     def equal(
         cls, units: int, forward_s: float, input_s: float, weight_s: float, *, link: LinkCost | None = None
     ) -> "StepCosts":
-        """Return the costs of ``units`` equal layers. ``input_s`` and ``weight_s``: halves of a backward pass."""
+        """Return the costs of ``units`` equal layers. A backward pass takes ``input_s`` + ``weight_s``."""
         return cls(
             forward_s=[forward_s] * units,
             backward_s=[input_s + weight_s] * units,
@@ -68,7 +65,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Five sequences of seconds by layer, for FORWARD, BACKWARD, INPUT, WEIGHT and recomputed FORWARD passes."""
+        """Five sequences of seconds by layer, one per type of pass."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
@@ -80,9 +77,9 @@ CODES: Final = dict(zip(COMPUTE, range(4), strict=True))  # of passes
 
 @dataclass(frozen=True)
 class Program:
-    """Operations of all ranks for the simulator. Rank r has the operations ``starts[r]:starts[r + 1]``."""
+    """Operations of all ranks for the simulator."""
 
-    starts: np.ndarray  # (ranks + 1,)
+    starts: np.ndarray  # (ranks + 1,): rank r has the operations starts[r]:starts[r + 1]
     code: np.ndarray  # (entries,), int8
     target: np.ndarray  # (entries,), message number, -1 for WORK
     seconds: np.ndarray  # (entries,)
@@ -117,7 +114,7 @@ class Times:
 
 
 def run(program: Program) -> Times:
-    """Simulate ``program`` and return the `Times` of its passes and messages. Raises ScheduleError in a deadlock."""
+    """Simulate ``program`` and return start and end times. Raises ScheduleError in a deadlock."""
     entries = len(program.code)
     begin_s, end_s = np.full(entries, -1.0), np.full(entries, -1.0)
     cause, before = np.full(entries, -1, np.int64), np.full(entries, -1, np.int64)

@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Storage and exchange of skip-connection outputs and gradients. Only methods ``send_*`` communicate."""
+    """Outputs and gradients of skip connections, stored and exchanged. Only methods ``send_*`` communicate."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -44,12 +44,12 @@ class SkipExchange:
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Before the forward pass ``op``, store its skip-connection inputs in ``saved``, the arrays of its layer."""
+        """Before the forward pass ``op``, store the skip inputs of its layer in ``saved``."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the forward pass ``op``, for later layers that read it by skip connections."""
+        """Keep ``y``, the output of the forward pass ``op``, for later layers that use it."""
         # With ``dropped``, the activations are freed after this pass, so later units on this rank need a copy.
         if dropped:
             self.end(op)
@@ -70,13 +70,13 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After backward pass ``op``, copy its skip-connection gradients from ``saved``, its layer's arrays. Local."""
+        """After the backward pass ``op``, copy the skip gradients of its layer from ``saved``. Local."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """After the backward pass ``op``, free the skip-connection inputs of its layer."""
+        """Free the skip inputs of the layer of ``op``, after its backward pass."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
@@ -93,7 +93,7 @@ class SkipExchange:
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Store ``values`` that ``op`` received: layer outputs or, if keyword-only ``back`` is True, gradients."""
+        """Store ``values`` that ``op`` received: layer outputs, or gradients with ``back=True``."""
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -104,18 +104,10 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 
 
 class Stages:
-    """Executor of the compute operations and pipeline messages of one rank.
-
-    ``arena``: memory of the activations. ``watch``: detector of NaN. ``launches``: launches kernels or CUDA graphs.
-    """
+    """Executor of the compute operations and pipeline messages of one rank."""
 
     def __init__(
-        self,
-        context: RankContext,
-        arena: Arena,
-        bound: ParameterViews,
-        watch: NanFinder,
-        launches: KernelLaunches,
+        self, context: RankContext, arena: Arena, bound: ParameterViews, watch: NanFinder, launches: KernelLaunches
     ) -> None:
         self._context, self._model, self._arena, self._bound, self._watch = context, context.model, arena, bound, watch
         self._launches = launches
@@ -143,11 +135,7 @@ class Stages:
         draw: Draw | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Prepare to execute ``operations`` on the micro-batches ``batches``, pairs (inputs, targets).
-
-        ``draw``: seed, step and first sample, which select the dropout masks; None means evaluation. ``scale``: factor
-        of the loss gradient.
-        """
+        """Prepare to execute ``operations``. ``draw`` selects the dropout masks; None means evaluation."""
         axis = self._context.context
         cut = (lambda whole: whole) if axis is None else axis.cut
         inputs = [unpacked(x, cut) for x, _ in batches]
@@ -172,13 +160,13 @@ class Stages:
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each completed micro-batch that has samples, summed over its targets. Waits for the GPU."""
+        """Loss of each completed micro-batch that has samples, summed over its targets."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of all targets since `begin`, or 0 if the loss has no weights. Waits for the GPU."""
+        """Sum of the weights of all targets since `begin`, or 0 if the loss has no weights."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property
@@ -241,7 +229,7 @@ class Stages:
         return self._launches.run(op, saved, call, moving=moving, still=still, parameters=parameters)
 
     def backward(self, op: Operation) -> None:
-        """Run the backward pass ``op`` of a layer. A BACKWARD_INPUT computes only the input gradient."""
+        """Run the backward pass ``op`` of a layer, or its input-gradient half."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
             self._attend(op)
@@ -305,7 +293,7 @@ class Stages:
             saved.release()
 
     def backward_weight(self, op: Operation) -> None:
-        """Compute the weight gradients of layer ``op.unit``: the second half of a split backward pass."""
+        """Compute the weight gradients of layer ``op.unit``, the second half of a split backward pass."""
         if self._has_samples(op):
             gradients = self._bound.gradients(op.unit)
             saved, operations = self._saved(op), self._model.operations

@@ -20,7 +20,7 @@ Handler: TypeAlias = Callable[[Operation], None]
 
 @dataclass(frozen=True)
 class RecomputeVerdict:
-    """Result of computing a suspicious step again: reason for suspicion, faulty ranks, description of the fault."""
+    """Result of computing a suspicious step again."""
 
     suspicion: str
     ranks: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class RecomputeVerdict:
 
 @dataclass
 class StepResult:
-    """Result of a training step: mean loss over the global batch, stop requests, and seconds by phase."""
+    """Result of a training step."""
 
     loss: float = float("nan")
     gradient_norm: float = float("nan")
@@ -45,7 +45,7 @@ class StepResult:
 
 
 class RunningStep(Protocol):
-    """Interface by which observers read the executor's current step or, between two steps, the last step."""
+    """Read access to the current step of the executor or, between two steps, to the last step."""
 
     @property
     def number(self) -> int:
@@ -61,21 +61,21 @@ class RunningStep(Protocol):
 
     @property
     def units(self) -> Mapping[int, Range]:
-        """Dict from the number of each layer on this rank to its range in the flat parameter vector."""
+        """Flat parameter range of each layer on this rank, keyed by layer number."""
 
     @property
     def outcome(self) -> StepResult:
-        """Result of the step so far; fields that are not yet computed have their default values."""
+        """Result of the step so far."""
 
     @property
     def own_losses(self) -> list[float]:
-        """Losses of this rank's micro-batches, each summed over the targets of the micro-batch."""
+        """Loss of each of this rank's micro-batches, summed over its targets."""
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return the gradients of ``part``, a parameter range in one layer, or None if not on this rank. Local."""
+        """Return the gradients of the flat range ``part`` of one layer, or None on other ranks. Local."""
 
     def compute_again(self) -> None:
-        """Compute the current step a second time, so that an observer can compare the results. Collective."""
+        """Compute the current step a second time, to compare the results. Collective."""
 
 
 NO_COUNTS: Final = np.zeros(0)
@@ -85,30 +85,27 @@ class StepObserver:
     """Base class of step observers, which the executor calls during a step. Only `agreed` is collective."""
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return the function that executes operations of type ``kind``: ``handler`` or a wrapper of ``handler``.
-
-        The executor calls this once per type. ``handler`` may be the wrapper of another observer.
-        """
+        """Return the function that executes operations of type ``kind``: ``handler`` or a wrapper of it."""
         return handler
 
     def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
-        """Called before step ``number``, which runs ``operations``. ``sizes``: samples per micro-batch."""
+        """Called before step ``number``. ``sizes``: samples per micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Called after the backward operation ``op`` of ``step``. Does nothing by default."""
+        """Called after the backward operation ``op``."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Called before ``op`` exchanges this rank's complete gradients in the flat range ``op.part``."""
+        """Called before ``op`` exchanges this rank's complete gradients of the flat range ``op.part``."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return numbers to be summed over the ranks, as a 1-D array of the same length on all ranks. Local."""
+        """Return numbers to sum over the ranks, in an array of the same length on all ranks. Local."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Called before the update, when ``step.outcome`` has the loss and gradient norm. Collective."""
+        """Called before the update, when the loss and the gradient norm are known. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
-        """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""
+        """Called after the step. ``sums``: this observer's `counts`, summed over the world."""
 
     def leave_step(self) -> None:
         """Called when the step ends, both after success and after an error."""
@@ -131,10 +128,7 @@ def phase_of(kind: Kind) -> str:
 
 
 class PhaseTimer:
-    """Timer of the operations of a training step. Local.
-
-    It starts at construction, and adds to ``seconds["compute_s"]`` and the seconds of other phases.
-    """
+    """Timer of the compute, communication and update phases of a training step. Local."""
 
     # On a GPU, consecutive operations of a phase are timed as one.
     def __init__(
@@ -152,7 +146,7 @@ class PhaseTimer:
         self._clock_ns = now_ns()
 
     def done(self, index: int) -> None:
-        """Record that the operation number ``index`` of the step (from 0) has just ended."""
+        """Record that operation number ``index`` of the step has ended."""
         phases = self._phases
         phase = phases[index]
         ends = index + 1 == len(phases) or phase != phases[index + 1]
@@ -178,7 +172,7 @@ class ProfilerRanges(Protocol):
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return a context manager that opens a profiler range and closes it even on errors. Ranges may nest. Local."""
+        """Return a context manager that opens a profiler range, and closes it even after errors."""
 
 
 _NOTHING: Final = nullcontext()
@@ -195,7 +189,7 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return ``handler`` wrapped in a profiler range, which ``ranges`` opens. ``phase``: phase of the operations."""
+    """Return ``handler`` wrapped in a profiler range that the function ``ranges`` opens."""
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):
@@ -205,7 +199,7 @@ def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
 
 
 class OperationRanges(StepObserver):
-    """Observer that runs every operation within a profiler range named after the operation type. Local."""
+    """Step observer that runs each operation in a profiler range named after the type of the operation. Local."""
 
     def __init__(self, ranges: ProfilerRanges) -> None:
         self._ranges = ranges
@@ -215,7 +209,7 @@ class OperationRanges(StepObserver):
 
 
 class NanFinder:
-    """Search for the first non-finite value that this rank itself computed. Inactive until `begin`. Local."""
+    """Search for the first non-finite value that this rank computed. Inactive until `begin`. Local."""
 
     def __init__(self) -> None:
         self._awake = False
@@ -223,42 +217,42 @@ class NanFinder:
 
     @property
     def is_awake(self) -> bool:
-        """True if the search for non-finite values is active: after `begin`, until it is stopped."""
+        """True if the search is active."""
         return self._awake
 
     def begin(self, parameters: FlatStore) -> None:
-        """Start the search for this rank's first non-finite value; look first in its ``parameters``."""
+        """Start the search, first in this rank's ``parameters``."""
         tensor = norms.first_nonfinite(parameters)
         self._found = f"parameter {tensor}" if tensor else None
         self._awake = True
 
     def end(self) -> str | None:
-        """Stop the search for non-finite values; return a text that names the first such value, or None."""
+        """Stop the search; return a text about this rank's first non-finite value, or None."""
         self._awake = False
         return self._found
 
-    def look(self, what: str, values: Scalar) -> None:
-        """Check ``values`` for NaN and infinity. If they are the first in this search, store their name ``what``."""
+    def look(self, name: str, values: Scalar) -> None:
+        """Search ``values`` for NaN and infinity. ``name``: their name in the error message."""
         if self._awake and self._found is None and not _finite(values):
-            self._found = what
+            self._found = name
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Check the gradients in ``part``, a range of ``store``. Store the first tensor that has NaN or infinity."""
+        """Search the gradients in the flat range ``part`` of ``store``."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
 
     def sees_only_finite(self, values: Array) -> bool:
-        """Return True if a search for NaN is active and all ``values`` are finite, else False."""
+        """Return True if the search is active and all ``values`` are finite."""
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop the search if ``values``, received from another rank, are not finite: that rank had the first NaN."""
+        """Stop the search if ``values``, received from another rank, are not finite."""
         if self._awake and not _finite(values):
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop the search if ``part``, a range of ``store`` received from another rank, has non-finite values."""
+        """Stop the search if ``part``, a range of ``store`` received from another rank, is not finite."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

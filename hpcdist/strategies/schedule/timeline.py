@@ -36,7 +36,7 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as an integer array with three rows: pass type, micro-batch, local model chunk. Local."""
+    """Return ``passes`` as an integer array with three rows: pass type, micro-batch and local model chunk. Local."""
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)
@@ -47,10 +47,7 @@ def compact(passes: Passes) -> np.ndarray:
 def program_of_passes(
     passes: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> Program:
-    """Return the operations and messages of a pipeline step, as a `Program` for the simulator. Local.
-
-    ``passes``: `compact` array of each rank. ``placement``: rank of each model chunk. ``costs``: seconds per pass.
-    """
+    """Return a `Program` for the simulator. ``passes``: `compact` array of each rank. Local."""
     rows = [_Row(passes[rank], placement, rank, recompute) for rank in range(placement.stages)]
     count = 1 + max((int(row.microbatch.max(initial=0)) for row in rows), default=0)
     code, chunk, way = (np.concatenate([getattr(row, name) for row in rows]) for name in ("code", "chunk", "way"))
@@ -120,7 +117,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return one `Peak` for each rank: its maximum numbers of micro-batches in progress. Local."""
+    """Return the `Peak` of each rank: its maximum numbers of micro-batches in progress. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 
@@ -155,13 +152,13 @@ class StageTimes:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the time from this rank's first pass to its last pass in which the rank is idle."""
+        """Idle fraction of this rank from its first pass to its last pass."""
         return max(0.0, (self.span_s - self.busy_s) / self.span_s) if self.span_s else 0.0  # sums are rounded
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Simulated step: a program, and the simulated start and end times of the program's operations."""
+    """Simulated step: a program, and the start and end times of its operations."""
 
     program: Program
     times: Times
@@ -207,7 +204,7 @@ class StepTimeline:
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
 
     def critical_path(self) -> "list[CriticalSegment]":
-        """Return the critical path: a gapless list of operations and messages that determines the step time. Local."""
+        """Return the operations and messages that determine the step time, without gaps. Local."""
         program, times = self.program, self.times
         segments: list[CriticalSegment] = []
         entry = int(times.end_s.argmax()) if len(times.end_s) else -1
@@ -230,7 +227,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path: operation number ``entry`` of a `Program`, or the message it receives."""
+    """Segment of the critical path: an operation, or the message that it receives."""
 
     rank: int
     entry: int
@@ -277,10 +274,7 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Simulate a pipeline step and return its timeline. Raises ScheduleError if a rank waits forever. Local.
-
-    ``steps``: list of operations of each rank. ``placement``: rank of each model chunk. ``costs``: seconds per pass.
-    """
+    """Simulate the operations ``steps`` of each rank; return the timeline. Raises ScheduleError in a deadlock."""
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
@@ -288,6 +282,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Return the timeline of ``rows``, each rank's passes as a `compact` array. Raises ScheduleError in a deadlock."""
+    """Simulate the `compact` passes of each rank; return the timeline. Raises ScheduleError in a deadlock. Local."""
     program = program_of_passes(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

@@ -23,15 +23,12 @@ from hpcdist.strategies.schedule.step import NanFinder
 NODE_SHARED: Final = "node_shared"
 
 
-def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the name of the algorithm for allreduces of activations over ``comm``. Collective.
-
-    ``chosen``: name of the algorithm for allreduces of gradients.
-    """
+def algorithm_on(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
+    """Return the name of the algorithm for allreduces of activations over ``comm``. Collective."""
     # If the recipe names no algorithm, ranks on CPUs that can share memory use "node_shared".
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return NODE_SHARED
-    return suited(comm, chosen)
+    return suited(comm, gradient_algorithm)
 
 
 def suited(comm: Communicator, algorithm: str) -> str:
@@ -42,10 +39,7 @@ def suited(comm: Communicator, algorithm: str) -> str:
 
 
 class TensorAxis:
-    """Collectives over the tensor axis ``comm`` by ``algorithm``, or by "native" if it cannot be used on ``comm``.
-
-    Construction is collective. ``watch`` searches for the rank that computed the first NaN or infinity.
-    """
+    """Collectives over the tensor axis ``comm``. Construction is collective."""
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder | None = None) -> None:
         self.comm, self.algorithm = comm, suited(comm, algorithm)
@@ -58,17 +52,17 @@ class TensorAxis:
         self._timed(buffer, buffer, buffer, lambda: collectives.allreduce(self.comm, buffer, self.algorithm, op))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Sum ``buffer`` in place over the ranks. Afterwards, only this rank's range ``shares[rank]`` is valid."""
+        """Sum ``buffer`` in place. Afterwards, only this rank's range ``shares[rank]`` is valid."""
         share, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, buffer, share, lambda: halves.reduce_scatter(self.comm, buffer, shares))
 
     def all_gather(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Gather ``buffer`` from all ranks, in place: rank r sends its range ``shares[r]`` to all others."""
+        """Gather ``buffer`` in place: rank r sends its range ``shares[r]``."""
         share, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, share, buffer, lambda: halves.all_gather(self.comm, buffer, shares))
 
     def taken_s(self) -> float:
-        """Return the seconds spent in tensor-axis collectives on CPU buffers since the last call. Local."""
+        """Return the seconds spent in collectives on CPU buffers since the last call. Local."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
@@ -91,7 +85,7 @@ class TensorAxis:
 
 
 class Borders:
-    """Collectives before and after a tensor-parallel layer. All ranks have the whole input and output of the layer."""
+    """Collectives before and after a tensor-parallel layer whose input and output are whole on each rank."""
 
     by_rows = False  # whether a rank has only some of the tokens
 
@@ -99,41 +93,38 @@ class Borders:
         self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the activations of all tokens: ``x``, or all ranks' shards, gathered into memory of ``saved``."""
+        """Return the activations of all tokens, gathered into memory of ``saved`` if ``x`` is sharded."""
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradient ``dx`` over ranks in place; return this rank's shard. ``saved``: scratch memory."""
+        """Sum the input gradient ``dx`` over the ranks in place, and return this rank's shard."""
         self.axis.allreduce(dx.reshape(-1))
         return dx
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
-        """Return uninitialised memory for this rank's partial sum of a layer's output, for all tokens.
-
-        ``saved`` allocates the memory under ``name``.
-        """
+        """Return uninitialised memory for this rank's partial sum of the layer's output."""
         return saved.empty(name, shape, dtype)
 
     def leave(self, partial: Array, name: str, saved: Saved) -> Array:
-        """Sum ``partial`` over the ranks; return the sum for this rank's tokens, kept as ``name`` in ``saved``."""
+        """Sum ``partial`` over the ranks, and return the sum for this rank's tokens."""
         self.axis.allreduce(partial.reshape(-1))
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the output gradient ``dy`` for all tokens, gathered into scratch memory of ``saved`` if sharded."""
+        """Return the output gradient of all tokens, gathered into memory of ``saved`` if ``dy`` is sharded."""
         return dy
 
     def first_token(self, y: Array) -> int:
-        """Return the index of this rank's first token among all tokens. ``y``: this rank's activations. Local."""
+        """Return the index of this rank's first token. ``y``: activations of this rank's tokens. Local."""
         return 0
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's activations if the activations of all tokens have shape ``whole``. Local."""
+        """Return the shape of this rank's activations, if the activations of all tokens have shape ``whole``."""
         return whole
 
 
 class SequenceBorders(Borders):
-    """Collectives of sequence parallelism: outside of tensor-parallel layers, each rank has a shard of the tokens."""
+    """Collectives before and after a tensor-parallel layer, whose input and output are sharded by tokens."""
 
     # Activations, of shape (batch x context, hidden), are sharded by rows. ``context``: tokens per sample on this
     # tensor axis. With context parallelism, ``pieces`` are their token ranges, and ``whole`` is the tokens of a whole
@@ -147,10 +138,7 @@ class SequenceBorders(Borders):
         assert context >= axis.size
 
     def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:
-        """Yield (row slice of ``y``, sample number, token position of the first row) for consecutive tokens. Local.
-
-        ``y``: this rank's activations, one row per token. Each slice has tokens of one sample only.
-        """
+        """Yield (row slice of ``y``, sample, first token position) for each run of consecutive tokens. Local."""
         first, row = self.first_token(y), 0
         while row < y.shape[0]:
             sample, token = divmod(first + row, self.context)

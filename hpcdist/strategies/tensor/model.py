@@ -41,25 +41,22 @@ from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEn
 
 
 class ColumnLinear:
-    """Column-parallel linear layer ``y = x weight^T + bias``: ranks divide the outputs. Collective over the axis."""
+    """Column-parallel linear layer: ranks divide the outputs. Collective over the tensor axis."""
 
     def __init__(self, borders: Borders) -> None:
         self.borders = borders
         self.weight_reads = ("whole",) if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return this rank's output columns for input ``x``; store ``x`` in ``saved``. ``prefix``: layer name."""
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Store weight gradients; return the input gradient. ``saved``: from `forward`; ``prefix``: layer name."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
         return self._input_gradient(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the input gradient for this rank's tokens. ``saved``: arrays of `forward`; ``prefix``: layer name."""
         if self.borders.by_rows:
             whole = self.borders.enter(saved[f"{prefix}.x"], saved)
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -68,7 +65,6 @@ class ColumnLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Store the weight gradients. ``saved``: arrays of `forward` and `backward_input`; ``prefix``: layer name."""
         _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
 
     def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
@@ -76,14 +72,13 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Row-parallel linear layer ``y = x weight^T + bias``: ranks divide the inputs. Collective over the tensor axis."""
+    """Row-parallel linear layer: ranks divide the inputs. Collective over the tensor axis."""
 
     def __init__(self, borders: Borders) -> None:
         self.borders = borders
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return the output of this rank's tokens. ``x``: local input columns, kept in ``saved``. ``prefix``: layer."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -96,7 +91,6 @@ class RowLinear:
         return y
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Store weight and bias gradients; return the input gradient. ``saved``: from `forward`; ``prefix``: layer."""
         whole = self.borders.leave_backward(dy, saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -104,7 +98,6 @@ class RowLinear:
         return gradient_of_input(parameters, prefix, whole, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the input gradient for all tokens. ``saved``: for `backward_weight`; ``prefix``: layer name."""
         whole = self.borders.leave_backward(dy, saved)
         if self.borders.by_rows:
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -113,10 +106,6 @@ class RowLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Store the gradients of this rank's weights and of the bias in ``gradients``. Local.
-
-        ``prefix``: layer name. ``saved``: arrays stored by `forward` and `backward_input`.
-        """
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
         whole = saved[f"{prefix}.whole"] if self.borders.by_rows else dy
@@ -180,7 +169,7 @@ class HeadParallelAttention:
 
 
 class RowDropout(LocalDropout):
-    """Dropout for activations that are sharded by tokens: this rank has an array of shape (local rows, columns)."""
+    """Dropout of this rank's tokens, for activations that are sharded by tokens."""
 
     def __init__(self, borders: SequenceBorders) -> None:
         self._borders = borders
@@ -212,10 +201,7 @@ def cut_model(
     sequence_parallel: bool = False,
     context: ContextAxis | None = None,
 ) -> Model:
-    """Return this rank's shard of the transformer ``model`` on the tensor axis ``comm``. Collective over ``comm``.
-
-    ``algorithm``: allreduce algorithm for activations. Raises ConfigurationError if ``model`` is not a transformer.
-    """
+    """Return this rank's shard of the transformer ``model`` on the tensor axis. Collective over ``comm``."""
     if comm.size == 1:
         return model
     if not isinstance(model.stages[0], TokenEmbedding):
@@ -256,14 +242,13 @@ def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -
 
 
 class CutModel(Model):
-    """Tensor-parallel shard of a model on this rank; its computations are collective over the tensor axis."""
+    """This rank's tensor-parallel shard of a model. Collective over the tensor axis."""
 
     axis: TensorAxis
     classes: Sequence[Range]  # vocabulary range of each rank
     sampling: Operations  # for texts of any length
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return the logits (batch..., vocabulary) of tokens ``x``. ``arena``: working memory. Collective."""
         local_logits = self.outputs(parameters, x, arena, self.sampling)
         tokens = local_logits.size // local_logits.shape[-1]
         parts = [Range(tokens * part.start, tokens * part.stop) for part in self.classes]
@@ -276,10 +261,7 @@ class CutModel(Model):
 
 
 class CutStage(WrappedStage):
-    """Pipeline stage with this rank's tensor-parallel shards of the stage ``inner``. Collective over the tensor axis.
-
-    ``classes``: vocabulary range of this rank's logits, or None before the last stage.
-    """
+    """Pipeline stage with this rank's tensor-parallel shards. Collective over the tensor axis."""
 
     # If activations are sharded by tokens, gradients of unsharded tensors are partial until `sum_gradients`.
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
@@ -291,7 +273,6 @@ class CutStage(WrappedStage):
         return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw all values of each tensor with the generator ``rng_of(spec)``, but store only this rank's shards."""
         boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
         self.inner.initialise(cast(Parameters, boxes), rng_of)
 

@@ -17,7 +17,7 @@ from hpcdist.strategies.tensor.axis import Borders, SequenceBorders
 
 
 class VocabularyEmbedding:
-    """Embedding whose table is sharded over the tensor axis; this rank has the range ``rows``. Collective."""
+    """Embedding whose table rows are sharded over the tensor axis. Collective."""
 
     weight_reads = ("tokens",)
 
@@ -25,10 +25,7 @@ class VocabularyEmbedding:
         self.borders, self.own, self.vocabulary = borders, rows, vocabulary
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return the embeddings of this rank's tokens, of shape (..., hidden).
-
-        ``prefix``: layer name. ``saved``: receives ``tokens``. Raises DataError on all ranks for an invalid token.
-        """
+        """Return the embeddings of this rank's ``tokens``. Raises DataError on all ranks for an invalid token."""
         table = parameters[f"{prefix}.weight"]
         check_tokens(tokens, self.vocabulary, "token")
         saved.keep(f"{prefix}.tokens", tokens)
@@ -41,7 +38,7 @@ class VocabularyEmbedding:
         return self.borders.leave(partial, f"{prefix}.y", saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the gradients of this rank's table rows. ``dy``: output gradient; ``saved``: arrays of `forward`."""
+        """Add the gradients of this rank's rows of the embedding table."""
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
@@ -61,7 +58,7 @@ class RowPositions:
         self.borders = borders
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add position embeddings to ``y`` (local tokens, hidden). Return ``y``. ``context``: tokens per sample."""
+        """Add position embeddings to ``y`` (local tokens, hidden). ``context``: tokens per sample."""
         assert context == self.borders.context
         if saved.documents is not None:
             y += namespace(y).take(parameters[f"{prefix}.weight"], self._places(saved.documents, y), axis=0)
@@ -71,7 +68,7 @@ class RowPositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add ``dy``, the gradient of this rank's position embeddings, to the gradient of ``{prefix}.weight``."""
+        """Add ``dy`` to the gradient of the position embeddings of this rank's tokens."""
         into, add = gradients.into(f"{prefix}.weight")
         if saved.documents is not None:
             add_to_positions(dy, self._places(saved.documents, dy), into, add)
@@ -92,17 +89,14 @@ class RowPositions:
 
 
 class VocabularyCrossEntropy:
-    """Cross-entropy loss of logits whose classes are sharded over the tensor axis. Collective over this axis."""
+    """Cross-entropy loss whose classes are sharded over the tensor axis. Collective over this axis."""
 
     # Ranks exchange each token's largest logit, sum of exponentials and target logit. Targets of -1 do not count.
     def __init__(self, borders: Borders, classes: Range, vocabulary: int) -> None:
         self.axis, self.own, self.vocabulary = borders.axis, classes, vocabulary
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
-
-        ``logits``: (tokens, local classes), may change. ``targets``: global class indices. ``saved``: for `backward`.
-        """
+        """Return the loss summed over all tokens on the first rank, and 0 on the other ranks."""
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)
         saved.keep("cross_entropy.targets", targets)
@@ -137,7 +131,6 @@ class VocabularyCrossEntropy:
         return 0.0 if self.axis.rank else _loss_device(indices, sums)
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return (softmax - onehot) * ``scale``, stored over the logits. ``saved``: arrays of `forward`. Local."""
         logits: Array = saved["cross_entropy.exponentials"]  # on a GPU: the logits
         if is_device(logits):
             local_targets, statistics = saved["cross_entropy.own"], saved["cross_entropy.statistics"]

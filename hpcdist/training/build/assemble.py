@@ -72,7 +72,7 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
 
 
 def strategy_settings(recipe: Recipe, compression: str) -> StrategySettings:
-    """Return the settings of the strategy in ``recipe``, with the compressor ``compression`` ("none": uncompressed)."""
+    """Return the settings of the strategy in ``recipe``, with the gradient compressor ``compression``."""
     return StrategySettings(
         recipe.parallel.strategy,
         recipe.zero,
@@ -91,10 +91,7 @@ def assemble(
     script_model: Model | None = None,
     directory: Path | None = None,
 ) -> Trainer:
-    """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
-
-    ``script_model`` replaces the recipe's model. ``directory``: run directory.
-    """
+    """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective."""
     # With ``script_model``, the script provides the batches. Without ``directory``, no faults of [chaos] are injected.
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision

@@ -39,7 +39,7 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 
 
 class SlowdownTimer:
-    """Calculator of sleep times after the ``count`` compute operations of a step, to simulate a straggler."""
+    """Calculator of sleep times after compute operations, to simulate a straggler."""
 
     # Compute and sleep together take ``factor`` times the compute time, but at least ``factor * least_s`` seconds.
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -47,22 +47,19 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Return the number of seconds to sleep after an operation that took ``computed_s`` seconds."""
+        """Return the seconds to sleep after an operation that took ``computed_s`` seconds."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
         return max(0.0, due_s - self._taken_s - computed_s)
 
     def took(self, seconds: float) -> None:
-        """Record that the last operation and the sleep after it took ``seconds`` together."""
+        """Record that the last operation and the sleep after it together took ``seconds``."""
         self._taken_s += seconds
 
 
 class Slowdown(StepObserver):
-    """Step observer that sleeps after the forward and backward passes of ``rank``, as set in ``config``.
-
-    ``even_samples``: mean number of samples per replica.
-    """
+    """Step observer that sleeps after the forward and backward passes of a straggler rank."""
 
     # On a replica with more samples, ``config.step_s`` is scaled up.
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
@@ -102,10 +99,7 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """New file at ``path`` whose write or fsync fails if the function ``strikes`` returns True.
-
-    ``how``: "fail" or "fsync" (the write or fsync raises OSError), "full" (the disk is full), or "kill".
-    """
+    """New file at ``path`` with an injected write or fsync failure."""
 
     # For "kill", ``strikes`` ends the process, also after half of the data.
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -113,7 +107,7 @@ class FailingFile(Overlay):
         self._how, self._strikes = how, strikes
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at ``offset``, but inject the failure if the write passes the middle of the file."""
+        """Write ``data`` at ``offset``. A write past the middle of the file fails as planned."""
         middle = os.fstat(self._fd).st_size // 2
         if self._how != "fsync" and offset + data.nbytes > middle:
             if self._how != "fail":
@@ -143,18 +137,18 @@ def kill_process() -> None:
 
 
 class FaultPlan:
-    """Faults of section ``config`` to inject on ``rank``. ``directory``: run directory. Local."""
+    """Faults to inject on ``rank``. Local."""
 
     def __init__(self, config: ChaosConfig, rank: int, directory: Path) -> None:
         self._own = [fault for fault in config.faults if fault.rank == rank]
         self._directory = directory / MARKER_DIRECTORY
 
     def of_step(self, step: int) -> list[ChaosFault]:
-        """Return the faults of ``step``, except faults that happen in a save."""
+        """Return the faults to inject in ``step``, except faults of checkpoint files."""
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Return True if ``fault`` must happen now: only at its first call in this run directory."""
+        """Return True if ``fault`` must happen now: at its first call in this run directory, also after restarts."""
         # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
@@ -169,7 +163,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return the function that creates a checkpoint file after ``step``. If a disk fault is due, the file fails."""
+        """Return the function that creates a checkpoint file after ``step``, possibly a failing one."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -184,7 +178,7 @@ class FaultPlan:
 
 
 class FaultInjector(StepObserver):
-    """Step observer that injects a rank's ``faults``. If a step is computed again, its faults are not repeated."""
+    """Step observer that injects a rank's faults, but not again in a recomputed step."""
 
     def __init__(self, faults: FaultPlan, exchange: Exchange) -> None:
         self._faults, self._exchange = faults, exchange
@@ -270,10 +264,7 @@ def make_infinite(values: Array) -> None:
 
 
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
-    """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
-
-    ``writers``: value of checkpoint.writers.
-    """
+    """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective."""
     # Examples: a disk error on a rank that writes no file, or corrupt parameters on a rank that keeps no parameters.
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)

@@ -37,10 +37,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
-    """Read the schedule in ``parallel.schedule_file``, or return None if the recipe names no file. Collective.
-
-    All ranks raise ConfigurationError if the file is unreadable or invalid for this pipeline.
-    """
+    """Return the schedule in ``parallel.schedule_file``, or None without a file. Collective."""
     if parallel.order != FILE:
         return None
 
@@ -68,10 +65,7 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
 def check_exchange(
     parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
-    """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local.
-
-    ``schedule``: schedule read from a file, or None.
-    """
+    """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local."""
     # ``accumulates``: the strategy adds up the gradients of all micro-batches before it reduces them.
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
@@ -103,11 +97,7 @@ def plan_partition(
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Return the assignment of layers to pipeline stages, or None if there is only one stage. Collective.
-
-    ``whole``: unsharded model. ``local_model``: this rank's shard, to be timed. ``schedule``: from a file, or None.
-    ``origin``: state to resume from. ``documents``: query-key pairs per packed sample. Raises ConfigurationError.
-    """
+    """Return the assignment of layers to pipeline stages, or None if there is only one stage. Collective."""
     # Local unless parallel.partition = "measured".
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -129,10 +119,7 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Assign the layers of the recipe's model to pipeline stages, without MPI. Local.
-
-    A measured partition times the unsharded layers in this process. Raises UsageError if there is only one stage.
-    """
+    """Return the assignment of the recipe's layers to pipeline stages, without MPI. Raises UsageError for one stage."""
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
@@ -149,15 +136,12 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return a dict of scalars that store ``plan`` in checkpoints, or {} if the partition was not measured. Local."""
+    """Return the checkpoint scalars that store ``plan``, or {} if no times were measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return the bytes of parameters, gradients and optimizer state on one rank. Local.
-
-    ``replicas``: number of data-parallel replicas.
-    """
+    """Return the bytes of parameters, gradients and optimizer state on one rank, of ``replicas`` replicas."""
     # ``splits``: the schedule computes input gradients and weight gradients in separate passes.
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working

@@ -41,7 +41,7 @@ REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}
 
 
 def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return a dict of the scalars, such as the seed, to store in a checkpoint after ``steps`` steps. Local."""
+    """Return the scalars, such as the seed, to store in a checkpoint after ``steps`` steps. Local."""
     numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
         numbers["noise_scale"] = trainer.noise.smoothed.state()
@@ -65,14 +65,14 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, Any]) -> SavePlan:
-    """Return a `SavePlan` to save a checkpoint after ``steps`` steps. ``more``: dict of additional scalars. Local."""
+    """Return the plan of a checkpoint after ``steps`` steps. ``more``: additional scalars. Local."""
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(more)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
     return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return the run's parallel degrees, recipe and software versions for a checkpoint; {} on ranks except 0. Local."""
+    """Return degrees of parallelism, recipe and software versions for a checkpoint; {} except on rank 0. Local."""
     if trainer.comm.rank:
         return {}
     axes = ("data", "pipeline", "tensor", "context", "expert")
@@ -92,10 +92,7 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Return a copy of ``trainer`` with the training state of ``origin``, saved on any number of ranks. Collective.
-
-    Raises DataError if the training data changed, and ConfigurationError if a recipe option is missing.
-    """
+    """Return a copy of ``trainer`` with the state of ``origin``. Raises DataError for changed data. Collective."""
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
     optional = trainer.exchange.prepare_restore(optimizer_state if isinstance(optimizer_state, Mapping) else {})
@@ -149,11 +146,7 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 
 
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
-    """Load the parameters and router biases of checkpoint ``source`` into ``trainer``. Collective over the world.
-
-    Returns {skipped tensor: reason}. Unless keyword-only ``partial`` is True, a missing or unsuitable tensor raises
-    StorageError.
-    """
+    """Load the parameters in checkpoint ``source``. Return {skipped tensor: reason}. Collective over the world."""
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
     tensors = {tensor.name: tensor for tensor in listing.stored_tensors(stored, {PARAMETERS})}

@@ -67,36 +67,32 @@ class _Scalars(msgspec.Struct):
 
 
 class StateSource(Protocol):
-    """Interface of a source from which a run can resume. Its state consists of arrays (`Piece`) and scalars."""
+    """Interface of a source from which a run can resume, such as a checkpoint."""
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """The scalars of the state, such as the number of steps. Local."""
+        """Scalars of the state, such as the number of steps. Local."""
         ...
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``pieces``, parts of tensors, from the state. Collective. Raises StorageError.
-
-        A missing piece is an error, unless ``optional`` contains its kind, such as "optimizer.m".
-        """
+        """Fill ``pieces``. Raises StorageError for a missing piece unless its kind is in ``optional``. Collective."""
         ...
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Checkpoint in the directory ``path``, from which a run can resume."""
+    """Checkpoint from which a run can resume."""
 
     path: Path
     read: Mapping[str, Any] | None = None
 
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "CheckpointSource":
-        """Open the checkpoint at ``path``. Rank 0 reads the scalars. Collective: all ranks raise the same error."""
+        """Open the checkpoint at ``path``. All ranks raise the same error. Collective."""
         return cls(path, on_first_rank(comm, lambda: scalars_of(path)))
 
     @cached_property
     def scalars(self) -> Mapping[str, Any]:
-        """The scalars in the manifest of the checkpoint. Raises StorageError."""
         return scalars_of(self.path) if self.read is None else self.read
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
@@ -107,10 +103,7 @@ class CheckpointSource:
 
 
 def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
-    """Return the scalars of the checkpoint at ``path``, after checking their types. Local. Raises StorageError.
-
-    ``stored`` is the manifest of the checkpoint, or None to read it.
-    """
+    """Return the scalars of the checkpoint at ``path``, after checking their types. Raises StorageError. Local."""
     scalars = (stored or manifest.load(path)).scalars
     try:
         msgspec.convert(scalars, _Scalars)
@@ -122,11 +115,7 @@ def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
 def from_intact_source(
     comm: Communicator, run_dir: Path, origin: StateSource | None, take: Callable[[StateSource | None], Result]
 ) -> tuple[Result, StateSource | None]:
-    """Call ``take(origin)``. If checkpoint ``origin`` is damaged, call ``take`` with earlier checkpoints. Collective.
-
-    Return the result of ``take``, and the state source that it used. Raises StorageError if all checkpoints in
-    ``run_dir`` are damaged.
-    """
+    """Return ``take(source)`` and ``source``: ``origin``, or if damaged the newest intact checkpoint. Collective."""
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin
 

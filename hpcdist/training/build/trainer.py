@@ -33,7 +33,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trainer of a run on one rank. ``first_step`` is the number of steps completed before a resume."""
+    """Trainer of a run on one rank."""
 
     comm: Communicator
     recipe: Recipe
@@ -66,12 +66,11 @@ class Trainer:
 
     @property
     def speed_unit(self) -> str:
-        """The unit of training speed: "tokens" or "samples"."""
         return speed_unit(self.recipe.model.kind, self.model.tokens_per_sample)
 
     @property
     def loss_unit(self) -> str:
-        """The unit of losses: "nats", or "" if unknown."""
+        """Unit of losses: "nats", or "" if unknown."""
         return loss_unit(self.recipe.model.kind, self.model.tokens_per_sample)
 
     @property
@@ -85,17 +84,14 @@ class Trainer:
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return an iterator over this replica's batches of the remaining steps; the last step is ``steps``. Local.
-
-        A thread reads ahead inside the iterator's ``with`` statement. Ranks that need no data get placeholders.
-        """
+        """Return an iterator over this replica's batches of the remaining steps, up to step ``steps``. Local."""
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
         of = self.source, self.recipe, self.data_axis
         return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares, rule=self.sample_order)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
-        """Return ``batch`` copied to the model's device. Local. Raises DataError for tokens outside the vocabulary."""
+        """Return ``batch`` on the model's device. Raises DataError for invalid tokens. Local."""
         return self.source.place(batch, self.recipe)
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
@@ -106,16 +102,13 @@ class Trainer:
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Train step ``number`` (from 1) on micro-batches ``batches``; sum all ranks' ``stop_requests``. Collective."""
+        """Train step ``number`` (from 1), and sum all ranks' ``stop_requests``. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
         targets = self.targets(number) if self.recipe.data.packed else None
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
-        """Return the mean loss per target over all replicas, or NaN without targets. Collective. Call `flush` first.
-
-        ``rounds``: lists of at most ``parts`` micro-batches. All ranks must pass the same number of lists.
-        """
+        """Return the mean loss per target over all replicas, or NaN without targets. Collective."""
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
         for batches in rounds:
@@ -134,7 +127,7 @@ class Trainer:
         return total / count if count else float("nan")
 
     def samples(self, step: int) -> int:
-        """Return the number of samples of all replicas in step number ``step``, from 1. Local."""
+        """Return the number of samples of all replicas in step number ``step`` (from 1). Local."""
         return self.recipe.run.batches.size(step - 1)
 
     @cached_property
@@ -142,7 +135,7 @@ class Trainer:
         return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
 
     def targets(self, step: int) -> int:
-        """Return the number of targets (terms of the loss) of all replicas in step number ``step``, from 1. Local."""
+        """Return the number of loss terms of all replicas in step number ``step`` (from 1). Local."""
         samples = self.samples(step)
         if not self.recipe.data.packed:
             return round(samples * self.model.tokens_per_sample)
@@ -150,11 +143,11 @@ class Trainer:
         return cast(FilledSamples, self.source.training).targets(np.array(self._order.indices(before, samples)))
 
     def first_sample(self, step: int) -> int:
-        """Return the 0-based index of this replica's first sample in the global batch of step ``step``. Local."""
+        """Return the index of this replica's first sample in the global batch of ``step``. Local."""
         return data.own_samples(self.recipe, self.data_axis, step - 1, self.shares).start
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of step number ``step``, from 1. Local."""
+        """Return the learning rate of step number ``step`` (from 1). Local."""
         return rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
 
     def state_bytes(self) -> int:
@@ -162,7 +155,7 @@ class Trainer:
         return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.exchange.pieces())
 
     def flush(self) -> None:
-        """Average the parameters over the replicas, if the strategy lets them differ between steps. Collective."""
+        """Average the parameters over the replicas if they differ. Collective."""
         if self.exchange.flush():
             self.executor.copies.refresh()
 

@@ -194,7 +194,7 @@ class AsyncTrainingLoop(TrainingLoop):
             clocks[exchange.roles.workers.index(comm.rank)] = before = exchange.clock
         values = exchange.agree(np.concatenate([self.stop_requests.current(), local, clocks]))
         stop_requests, sums = values[: len(StopReason)], values[len(StopReason) :].tolist()
-        exchange.leave([int(clock) for clock in sums[len(local) :]], updates=int(sums[2]), calls=int(sums[1]))
+        exchange.leave([int(clock) for clock in sums[len(local) :]], updates=int(sums[2]), pause_requests=int(sums[1]))
         if exchange.works and exchange.clock > before:
             self._note_missed()
         self.outcome.done = min(exchange.clocks)

@@ -33,7 +33,7 @@ MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind 
 
 
 class PeerRanks:
-    """Peers of each rank on the axes of the process grid ``grid``. Ranks outside of the grid are parameter servers."""
+    """Peers of each rank on the axes of the process grid ``grid``."""
 
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
@@ -59,10 +59,7 @@ class PeerRanks:
         return coordinates["pipeline"], replica // math.lcm(grid.context, grid.expert)
 
     def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks, including ``rank``, whose grid coordinates differ from ``rank`` only along ``axes``.
-
-        ``axes`` are names of grid axes. If ``rank`` is a parameter server, return all parameter servers.
-        """
+        """Return ``rank`` and the ranks whose grid coordinates differ from it only along ``axes``."""
         if rank >= self.grid.size:
             return self.servers
         others = [other for other in ORDER if other not in axes]

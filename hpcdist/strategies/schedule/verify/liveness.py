@@ -27,11 +27,7 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Check the pipeline ``passes`` and return each rank's `Peak`: its largest numbers of micro-batches in progress.
-
-    ``passes``: list of passes of each rank. ``placement``: rank of each model chunk. ``names``: rank names for errors.
-    Raises ScheduleError for a deadlock, or for a missing or repeated pass.
-    """
+    """Check the ``passes`` of all ranks and return each rank's `Peak`. Raises ScheduleError for invalid passes."""
     # Wrong: ranks wait for each other in a cycle, or a micro-batch does not pass exactly once forward and once back
     # through every chunk.
     names = names or [f"rank {rank}" for rank in range(len(passes))]
@@ -143,7 +139,7 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Operations of one rank, with the data to verify them."""
+    """Operations of one rank, and the data to verify them."""
 
     rank: int
     steps: Sequence[Operation]
@@ -157,7 +153,7 @@ class RankProgram:
     alone: bool  # no exchange is needed: there is no other replica or server
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return a list of (index, operation), ordered by index, of operations of the types ``*kinds`` (positional)."""
+        """Return (index, operation) of all operations whose type is in ``kinds``, in order."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -172,7 +168,7 @@ class RankProgram:
         return [op.range for _, op in self.where(*kinds) if op.range is not None]
 
     def used_by(self, unit: int) -> set[int]:
-        """Return ``unit`` and the other model units whose parameters ``unit`` uses."""
+        """Return ``unit`` and the other model layers whose parameters layer ``unit`` uses."""
         return {unit, *self.needs.get(unit, ())}
 
     def refuse(self, why: str) -> ScheduleError:
@@ -184,7 +180,7 @@ NOWHERE: Final = Range(0, 0)
 
 
 def is_covered(whole: Range, parts: Iterable[Range]) -> bool:
-    """Return True if the ranges ``parts`` together cover the whole range ``whole``."""
+    """Return True if the ranges ``parts`` together cover the range ``whole``."""
     return all(times for _, times in coverage(whole, parts))
 
 
@@ -204,7 +200,7 @@ def check_liveness(program: RankProgram) -> None:
 
 
 def gathered_peak(program: RankProgram) -> int:
-    """Return the largest number of layers gathered at once in ``program``. Layers never freed do not count."""
+    """Return the largest number of layers gathered at once. Layers that are never freed do not count."""
     freed = {op.unit for _, op in program.where(Kind.FREE)}
     gathered = most = 0
     for _, op in program.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
@@ -214,10 +210,7 @@ def gathered_peak(program: RankProgram) -> int:
 
 
 def activation_peak(program: RankProgram) -> tuple[Peak, int]:
-    """Return a `Peak` of the micro-batches in progress, and the largest number of them with activations in memory.
-
-    ``program``: operations of one rank.
-    """
+    """Return (`Peak` of micro-batches in progress, largest number of them with activations in memory)."""
     # The second result excludes micro-batches whose activations were freed and are not recomputed yet.
     chunks = program.place[0].of(program.place[1]) if program.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}

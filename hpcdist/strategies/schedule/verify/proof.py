@@ -21,7 +21,7 @@ from hpcdist.strategies.schedule.verify.liveness import RankProgram
 
 @dataclass(frozen=True)
 class Proof:
-    """Memory and message counts of a step whose operations were proven correct."""
+    """Memory use and message counts of a step whose operations were proven correct."""
 
     # Largest number of micro-batches on each pipeline rank, by state (``live`` to ``both``).
     live: tuple[int, ...]  # after forward, before backward (or its input-gradient half)
@@ -45,10 +45,7 @@ def verify(
     placement: StagePlacement | None = None,
     experts: Mapping[int, Range] | None = None,
 ) -> Proof:
-    """Prove that the operations of all ranks form one correct step. Raises ScheduleError if not. Local.
-
-    ``lists``: operations of each rank of the process grid, then of each parameter server.
-    """
+    """Prove that the operations of all ranks form one correct step. Raises ScheduleError if not. Local."""
     # ``units``: flat parameter range of each model unit. ``needs``: other units whose parameters a unit uses.
     # ``placement`` None: derived from ``lists``. ``experts``: flat range of each unit's experts, sharded over
     # ``grid.expert`` consecutive replicas.

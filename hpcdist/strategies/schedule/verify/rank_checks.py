@@ -14,7 +14,7 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(program: RankProgram) -> None:
-    """Raise ScheduleError if the operations in ``program`` mix parameters with neighbours in a wrong order."""
+    """Raise ScheduleError if the program of a rank mixes parameters with neighbours in a wrong order."""
     # MIX_START starts the exchange with neighbours, MIX_WAIT waits for their parameters, MIX averages. Parameters must
     # not change between MIX_START and MIX_WAIT.
     in_flight: list[Operation] = []
@@ -85,7 +85,7 @@ ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL, Kind.
 
 
 def check(program: RankProgram) -> None:
-    """Raise ScheduleError if the operations in ``program`` are not a valid training step of one rank."""
+    """Raise ScheduleError if the program of one rank is not a valid training step."""
     _check_passes(program)
     _check_gradients(program)
     _check_rounds(program)

@@ -305,7 +305,7 @@ def test_call_after_a_meeting_is_not_mistaken_for_a_late_call():
         if comm.rank == 2:
             notes.tell(0, ControlKind.CALL, ControlFields(clock=0))
         if comm.rank == 0:
-            meetings.settle(calls=1)
+            meetings.settle(pause_requests=1)
             assert messages == [] and meetings.due, "only the second meeting is due"
             notes.serve()
         comm.barrier()
