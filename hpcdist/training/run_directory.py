@@ -36,8 +36,7 @@ def prepare_run_directory(
 ) -> RunDirectory:
     """Create or reopen the run directory ``out`` (None: choose a name). Collective: all ranks raise the same error.
 
-    ``resume``: "auto" (from the newest valid checkpoint) or "never". ``lock``: lock that rank 0 takes. Raises
-    ConfigurationError if the directory holds another run.
+    ``resume``: "auto" (from the newest valid checkpoint) or "never".
     """
 
     # Rank 0 decides. ConfigurationError: the directory holds another run. UsageError: it holds this run, and ``resume``

@@ -47,11 +47,7 @@ _HINT: Final = "is PBS up? try qstat -B"
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit the job script text ``script`` to PBS and return the job id.
-
-    ``after``: id of a job that must end first, or None. Raises ConfigurationError if PBS refuses the job, and
-    MissingCapabilityError if PBS does not answer.
-    """
+    """Submit the script text ``script`` and return the job id. ``after``: id of a job that must end first, or None."""
     dependency = [] if after is None else ["-W", f"depend=afterany:{after}"]
     answer = _output_of("qsub", *dependency, script=script)
     if answer.code != 0:

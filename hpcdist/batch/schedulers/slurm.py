@@ -35,10 +35,7 @@ _ENERGY: Final = re.compile(r"(?:^|,)energy=([^,]*)", re.ASCII)
 
 
 def queued(jobs: Sequence[str]) -> list[JobState]:
-    """Return the states of ``jobs`` from squeue, one per job, array task or component of a heterogeneous job.
-
-    Jobs that squeue does not know are left out. Raises MissingCapabilityError if squeue does not answer.
-    """
+    """Return the states of ``jobs`` in the queue, one per array task or component. Raises MissingCapabilityError."""
     fields = ",".join(f"{name}:|" for name in _QUEUE)
     code, output, complaint = _run(
         "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}"
@@ -99,9 +96,9 @@ def accounted(jobs: Sequence[str]) -> list[JobState]:
 def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -> JobState:
     job, words, elapsed, nodes, code, start, end, *_, reason = row
     state = words.partition(" ")[0]  # CANCELLED by 1000
-    joules = slurm_energy.AccountedEnergy(None, slurm_energy.NOT_YET)
+    energy = slurm_energy.AccountedEnergy(None, slurm_energy.NOT_YET)
     if _utc(end):
-        joules = slurm_energy.of_start(_accounted_step(row), [_accounted_step(step) for step in steps])
+        energy = slurm_energy.of_start(_accounted_step(row), [_accounted_step(step) for step in steps])
     return JobState(
         id=job,
         state=state,
@@ -110,8 +107,8 @@ def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -
         elapsed_s=_whole(elapsed),
         nodes=_whole(nodes),
         exit_code=_exit_code(code, state),
-        energy_j=joules.known,
-        energy_reason=joules.lacking,
+        energy_j=energy.joules,
+        energy_reason=energy.missing_reason,
         begun_utc=_utc(start),
         ended_utc=_utc(end),
     )
@@ -200,9 +197,8 @@ def _exit_code(text: str, state: str) -> int | None:
     # sacct prints code:signal; squeue prints the status of wait(2), whose low byte is the signal.
     code, signal = (parts[0] or 0, parts[1] or 0) if len(parts) == 2 else divmod(parts[0] or 0, 256)
     shell_code = 128 + (signal & 127) if signal & 127 else code
-    return (
-        shell_code if shell_code or state == SchedulerState.COMPLETED else None
-    )  # e.g. a cancelled job has no exit code
+    # A cancelled job, for example, has no exit code.
+    return shell_code if shell_code or state == SchedulerState.COMPLETED else None
 
 
 def _seconds(text: str) -> float | None:
@@ -249,11 +245,7 @@ _USABLE: Final = re.compile(r"(alloc|comp|idle|mix|plan|power)[a-z_]*[^*a-z]*", 
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit the job script text ``script`` to Slurm and return the job id.
-
-    ``after``: id of a job that must end first, even if it fails. Raises ConfigurationError if Slurm would never run the
-    job, and MissingCapabilityError if Slurm does not answer.
-    """
+    """Submit a job with the script text ``script``, and return its id. ``after``: id of a job that must end first."""
     try:
         # Test first: sbatch accepts jobs that can never start, and leaves them pending.
         _sbatch(script, "--test-only")
@@ -295,10 +287,7 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables for sbatch, a dict. ``script``: text of the job script.
-
-    Variables in ``environment`` that would override #SBATCH options of the script, or srun options, are left out.
-    """
+    """Return ``environment`` without the variables that would override options of srun or of the job ``script``."""
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
     # For sbatch variables override directives, and --requeue and --no-requeue override each other.
     if options & {"--requeue", "--no-requeue"}:
@@ -316,7 +305,7 @@ def _unavailable_nodes(script: str) -> str:
     absent = []
     # Each component of a heterogeneous job has its partition and node count.
     for component in script.split("\n#SBATCH hetjob\n"):
-        requested = _requested_options(component)
+        requested = dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', component, re.MULTILINE))
         partition = requested.get("partition") or os.environ.get("SBATCH_PARTITION", "")
         where = [f"--partition={partition}"] if partition else ["--all"]
         table = _output_of(["sinfo", "--noheader", "--Node", *where, "--format=%N %c %T %P"])
@@ -332,10 +321,6 @@ def _unavailable_nodes(script: str) -> str:
     return ", ".join(absent)
 
 
-def _requested_options(script: str) -> dict[str, str]:
-    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', script, re.MULTILINE))
-
-
 def _number(requested: Mapping[str, str], option: str) -> int:
     value = requested.get(option, "")
     return int(value) if value.isdecimal() else 1
@@ -346,7 +331,7 @@ def _cores(requested: Mapping[str, str]) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigurationError if Slurm would read the log ``folder`` as a file name pattern."""
+    """Raise ConfigurationError if Slurm would read the path of the log folder as a file name pattern."""
     pattern = re.search(r"\\|%[0-9A-Za-z%]+", str(folder))
     if pattern is not None:
         raise ConfigurationError(

@@ -84,19 +84,14 @@ class TrainingJob:
         return trainer, used
 
     def described(self, life: int) -> dict[str, Any]:
-        """Return the data that a new process needs to join this job after a rank failure, as a dict. Local.
-
-        ``life`` is the number of recoveries of the job, including the current one.
-        """
+        """Return a dict of the data with which a new process joins this job after a rank failure. Local."""
+        # ``life``: number of recoveries of the job, including the current one.
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
         return description | {"holder": self.holder, "lives": self.lives, "life": life}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Let rank ``leader`` hold the lock of the run directory. Collective over ``everyone``, all living processes.
-
-        The keyword ``takes`` must be True on rank ``leader`` and False on the other ranks.
-        """
-        if takes:
+        """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective over ``everyone``."""
+        if takes:  # True on rank ``leader`` only
             self.lock.take_over(self.run.path, self.holder)
         self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
 
@@ -124,10 +119,7 @@ class TrainingJob:
     def loop(
         self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
-        """Open metrics and sensors, and return the training loop. Collective.
-
-        ``protect``: function to call after each step. It copies the state to other ranks, against rank failures.
-        """
+        """Open metrics and sensors, and return the training loop. ``protect`` is called after each step. Collective."""
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
@@ -218,8 +210,8 @@ def _metrics_attributes(
     about: dict[str, float | str] = {
         "lock_step": int(trainer.exchange.traits.lock_step),
         "speed_unit": trainer.speed_unit,
+        "loss_unit": trainer.loss_unit,
     }
-    about["loss_unit"] = trainer.loss_unit
     if trainer.source.padding is not None:
         about["padding_share"] = trainer.source.padding
     return {**provenance(mpi_library=session.library), **entropy_nats, **about, **chaos}
