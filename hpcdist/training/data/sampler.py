@@ -89,7 +89,7 @@ class SampleOrder:
         self._seed, self._samples, self._rule = seed, samples, rule
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
-    def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
+    def epoch_indices(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
         """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer per epoch."""
         # Callers shift the sample boundaries by the integer. Raw words do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
@@ -110,7 +110,7 @@ class SampleOrder:
         while len(indices) < count:
             epoch, start = divmod(first + len(indices), self._samples)
             part = min(count - len(indices), self._samples - start)
-            indices += self.places(epoch, start, part)[0].tolist()
+            indices += self.epoch_indices(epoch, start, part)[0].tolist()
         return indices
 
 
@@ -130,18 +130,14 @@ class Sampler:
             samples = self._samples
             if isinstance(samples, MaskedSamples):
                 samples = samples.in_epoch(self._seed, epoch)
-            parts.append(samples.take(*self.places(epoch, start, size)))
+            indices, word = self._order.epoch_indices(epoch, start, size)
+            parts.append(samples.take(indices, word % samples.shifts))
             first, count = first + size, count - size
         if len(parts) == 1:
             return parts[0]
         if not parts:
             return self._samples.take(np.empty(0, np.int64), 0)
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
-
-    def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a shift in tokens."""
-        samples, word = self._order.places(epoch, start, count)
-        return samples, word % self._samples.shifts
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -153,8 +149,8 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield the evaluation batches of replica ``part`` of ``parts``, each of at most ``longest`` samples."""
-    # ``limit``: number of evenly spaced samples to use (0: all). All replicas get the same
+    """Yield the evaluation batches of shard ``part`` of ``parts``, each of at most ``longest`` samples."""
+    # ``limit``: number of evenly spaced samples to use (0: all). All shards get the same
     # number of batches, of which the last may be empty.
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))

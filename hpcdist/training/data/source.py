@@ -200,8 +200,8 @@ class Source:
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
-        """Yield the validation micro-batches of replica ``part`` of ``parts``, or empty batches if ``part`` is None."""
-        # Every replica gets the same number of micro-batches; the last may be empty.
+        """Yield the validation micro-batches of shard ``part`` of ``parts``, or empty batches if ``part`` is None."""
+        # Every shard gets the same number of micro-batches; the last may be empty.
         if self.validation is None:
             return
         longest = -(-recipe.run.global_batch // (parts * recipe.parallel.microbatches))

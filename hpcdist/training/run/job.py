@@ -99,9 +99,8 @@ class TrainingJob:
         """Print the lines that introduce the run: layout, data, learning rate. Only rank 0 prints."""
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
-            for line in filter(None, _introduction(session, trainer, self.run, self._entropies(trainer))):
-                progress.say(line)
-            for line in filter(None, _details(trainer) if self.is_verbose else ()):
+            lines = _introduction(session, trainer, self.run, self._entropies(trainer))
+            for line in filter(None, [*lines, *(_details(trainer) if self.is_verbose else ())]):
                 progress.say(line)
 
     def progress(self, trainer: Trainer) -> ConsoleProgress:
