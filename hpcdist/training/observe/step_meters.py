@@ -96,7 +96,7 @@ class NoiseMeter(StepMeter):
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
         """Return two numbers whose sums over all ranks are |g|^2 and 1/b. g: mean gradient of b samples."""
-        # The b samples are those of one replica or of one micro-batch. Resets the sum: call once per step.
+        # b is the number of samples of one replica or micro-batch. This resets the sum: call it once per step.
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
         if not (self._is_due(step) and self._speaks):
