@@ -105,15 +105,15 @@ def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]
     return sorted(_utc(ns / 1e9) for ns in {*mentioned, *checkpoints(run_dir).values()})
 
 
-def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
+def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saves: Sequence[datetime]) -> float:
     """Return the seconds of work lost after the last checkpoints of failed ``trainings`` that began in ``windows``."""
-    # ``saved``: write times of the checkpoints. Removed checkpoints make the result an upper bound.
+    # ``saves``: write times of the checkpoints. Removed checkpoints make the result an upper bound.
     seconds = 0.0
     for training in trainings:
         if not training.end and any(window.has(training) for window in windows):
             began, seen = _utc(training.began), _utc(training.seen)
-            saves = [moment for moment in saved if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
-            seconds += max(0.0, (seen - max([began, *saves])).total_seconds())
+            training_saves = [moment for moment in saves if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
+            seconds += max(0.0, (seen - max([began, *training_saves])).total_seconds())
     return seconds
 
 

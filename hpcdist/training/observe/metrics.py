@@ -107,12 +107,12 @@ class RunMetrics:
         """Return this rank's metrics rows that the file may lack: input of `carry` after a rank failure. Local."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
-    def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
-        """After a rank failure, append the rows up to step ``last`` that the metrics file lacks. Collective."""
-        # ``rows``: result of `unsaved`. ``world``: number of ranks before the failure, or 0 on a rank that has not
+    def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, old_world: int) -> None:
+        """After a rank failure, append the ``rows`` up to step ``last`` that the metrics file lacks. Collective."""
+        # ``rows``: result of `unsaved`. ``old_world``: number of ranks before the failure, or 0 on a rank that has not
         # trained. Dead ranks get NaN.
         self._gathered = list(rows)
-        carried = self._comm.allgather_object((rows, world))
+        carried = self._comm.allgather_object((rows, old_world))
         ranks = [{common[0]: (common, values) for common, values in own_rows} for own_rows, _ in carried]
         made_by = max(size for _, size in carried)
         if self._writer is None:

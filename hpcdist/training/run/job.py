@@ -83,11 +83,11 @@ class TrainingJob:
         self.run = replace(self.run, resume_from=used.path if isinstance(used, CheckpointSource) else None)
         return trainer, used
 
-    def described(self, life: int) -> dict[str, Any]:
-        """Return a dict of the data with which a new process joins this job after a rank failure. Local."""
-        # ``life``: number of recoveries of the job, including the current one.
+    def described(self, recoveries: int) -> dict[str, Any]:
+        """Return a dict of the data with which a new process joins this job after so many ``recoveries``. Local."""
+        # ``recoveries`` includes the current recovery.
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
-        return description | {"holder": self.holder, "lives": self.lives, "life": life}
+        return description | {"holder": self.holder, "lives": self.lives, "life": recoveries}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective over ``everyone``."""
