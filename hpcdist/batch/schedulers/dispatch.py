@@ -39,10 +39,11 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
     """Return {job id: list of the states of the job's array tasks or components} for the ids ``jobs``."""
     numbers = list(dict.fromkeys(jobs))
     states_of: dict[str, list[JobState]] = {}
-    for scheduler, look in ((SLURM, _slurm), (PBS, _pbs), (LOCAL, _local)):
+    for scheduler, look in ((SLURM, _slurm), (PBS, _pbs)):
         selected = [job for job in numbers if scheduler_of(job) == scheduler]
         if selected:
             states_of |= look(selected)
+    states_of |= {job: [local.state(job)] for job in numbers if scheduler_of(job) == LOCAL}
     return {job: states_of[job] for job in numbers}
 
 
@@ -123,10 +124,6 @@ def _pbs(jobs: list[str]) -> dict[str, list[JobState]]:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
     why = _unavailable("qstat", "its job history is off or expired")
     return {job: [states_of.get(job) or JobState(id=job, state=SchedulerState.GONE, reason=why)] for job in jobs}
-
-
-def _local(jobs: list[str]) -> dict[str, list[JobState]]:
-    return {job: [local.state(job)] for job in jobs}
 
 
 def _combined_state(job: str, parts: list[JobState]) -> JobState:

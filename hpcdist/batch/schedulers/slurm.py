@@ -235,6 +235,8 @@ _USER_VARIABLES: Final = frozenset(
         *("SLURM_BITSTR_LEN", "SLURM_DEBUG_FLAGS", "SLURM_EXIT_ERROR", "SLURM_EXIT_IMMEDIATE"),
     }
 )
+# Errors of Slurm commands that do not reach the controller.
+_UNREACHABLE: Final = ("contact slurm controller", "connect to slurm", "configuration source", "slurm_conf", "munge")
 # Messages of --test-only if the job must wait for nodes, or could never run on them.
 _NO_NODES: Final = re.compile(
     "requested node configuration is not available|required node not available|nodes required for job are down"
@@ -274,7 +276,7 @@ def _sbatch(script: str, *options: str) -> str:
     )
     environment = clean_environment(script)
     answer = base.run_command(["sbatch", *options], absent, "is Slurm up? try sinfo", script, environment=environment)
-    if answer.code != 0 and _unreachable(answer.complaint):
+    if answer.code != 0 and any(words in answer.complaint.lower() for words in _UNREACHABLE):
         raise MissingCapabilityError(
             f"Slurm does not answer: {answer.complaint}; try sinfo, and submit from a login node"
         )
@@ -306,6 +308,7 @@ def _unavailable_nodes(script: str) -> str:
     # Each component of a heterogeneous job has its partition and node count.
     for component in script.split("\n#SBATCH hetjob\n"):
         requested = dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', component, re.MULTILINE))
+        cores = _number(requested, "ntasks-per-node") * _number(requested, "cpus-per-task")
         partition = requested.get("partition") or os.environ.get("SBATCH_PARTITION", "")
         where = [f"--partition={partition}"] if partition else ["--all"]
         table = _output_of(["sinfo", "--noheader", "--Node", *where, "--format=%N %c %T %P"])
@@ -313,7 +316,7 @@ def _unavailable_nodes(script: str) -> str:
         states = {
             row[0]: row[2]
             for row in rows
-            if len(row) == 4 and (partition or row[3].endswith("*")) and int(row[1]) >= _cores(requested)
+            if len(row) == 4 and (partition or row[3].endswith("*")) and int(row[1]) >= cores
         }
         if len(states) < _number(requested, "nodes"):
             return ""
@@ -324,10 +327,6 @@ def _unavailable_nodes(script: str) -> str:
 def _number(requested: Mapping[str, str], option: str) -> int:
     value = requested.get(option, "")
     return int(value) if value.isdecimal() else 1
-
-
-def _cores(requested: Mapping[str, str]) -> int:
-    return _number(requested, "ntasks-per-node") * _number(requested, "cpus-per-task")
 
 
 def check_folder(folder: Path) -> None:
@@ -353,8 +352,3 @@ def _output_of(line: list[str]) -> str:
     except MissingCapabilityError:
         return ""
     return answer.output if answer.code == 0 else ""
-
-
-def _unreachable(complaint: str) -> bool:
-    words = ("contact slurm controller", "connect to slurm", "configuration source", "slurm_conf", "munge")
-    return any(word in complaint.lower() for word in words)

@@ -6,7 +6,6 @@ A run directory selects its jobs by its journal; a job number may also be known 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +21,6 @@ from hpcdist.reporting import regular
 JOB_ARGUMENT: Final = click.argument("word", metavar="JOB|RUN_DIR")
 JOBS_ARGUMENT: Final = click.argument("words", metavar="[JOB|RUN_DIR]...", nargs=-1)
 TASK_PATTERN: Final = "%a"  # Slurm's placeholder for the array task number in the name of a log
-_LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,15 @@ def job_named(word: str) -> LocatedJob:
 
 def _by_number(job: str, everything: Sequence[LocatedJob]) -> LocatedJob:
     whole = job.partition("_")[0].partition("+")[0]
-    matches = [candidate for candidate in everything if candidate.id in (job, whole) and candidate.entered is not None]
+    matches = [
+        (candidate.id == job, candidate.entered.entries[-1].time, candidate)
+        for candidate in everything
+        if candidate.id in (job, whole) and candidate.entered is not None
+    ]
     if not matches:
         return LocatedJob(job)
     # Job numbers can repeat if clusters share a home directory.
-    newest = max(
-        matches,
-        key=lambda candidate: (
-            candidate.id == job,
-            candidate.entered.entries[-1].time if candidate.entered else _LONG_AGO,
-        ),
-    )
+    newest = max(matches, key=lambda match: match[:2])[2]
     return LocatedJob(job, newest.run_dir, newest.entered, newest.later if newest.id == job else ())
 
 

@@ -151,11 +151,8 @@ def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
     states = {job.id: by_ledger(job, by_scheduler[job.id]) for job in jobs}
     rows, no_rows = dispatch.accounts(ids)
     run_dir = jobs[0].run_dir
-    if (
-        run_dir is None
-        and not rows
-        and all(state.state in (SchedulerState.GONE, SchedulerState.UNKNOWN) for state in states.values())
-    ):
+    are_unknown = all(state.state in (SchedulerState.GONE, SchedulerState.UNKNOWN) for state in states.values())
+    if run_dir is None and not rows and are_unknown:
         raise ConfigurationError(
             f"job {', '.join(ids)} is unknown: {printable(states[ids[0]].reason)}; "
             "give the directory of its run instead"

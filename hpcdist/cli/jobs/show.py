@@ -194,8 +194,9 @@ def log(word: str, lines: int, follow: bool) -> None:
     job = lookup.job_named(word)
     path = log_path(job)
     lookup.say(printable(str(path)))
-    if follow:
-        _wait_for(path, job)
+    for _ in _poll(job) if follow else ():
+        if path.exists():
+            break
     try:
         with path.open("rb") as file:
             file.seek(_tail_offset(file, lines))
@@ -254,12 +255,6 @@ def _copy(file: BinaryIO) -> None:
     while block := file.read(BLOCK_BYTES):
         out.write(block)
     out.flush()
-
-
-def _wait_for(path: Path, job: LocatedJob) -> None:
-    for _ in _poll(job):
-        if path.exists():
-            return
 
 
 def _poll(job: LocatedJob) -> Iterator[None]:

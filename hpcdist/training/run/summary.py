@@ -225,7 +225,7 @@ def _measured(trainer: Trainer, outcome: RunOutcome) -> dict[str, Any]:
         "computes": trainer.context.computes,
         "stalest": outcome.stalest,
         "dropped": outcome.dropped,
-        "shares": _shares(trainer, outcome.done),
+        "shares": None if trainer.shares is None else list(trainer.shares.of(max(0, outcome.done - 1))),
         "peak": trainer.ledger.peak,
         "held": trainer.ledger.peak_total,
         "pss": pss_bytes(),
@@ -237,10 +237,6 @@ def _targets(trainer: Trainer, outcome: RunOutcome) -> float:
     first = outcome.first + (outcome.done > outcome.first + 1)  # see `_steady`
     taken = batches.samples_before(outcome.done) - batches.samples_before(first)
     return taken * trainer.model.tokens_per_sample / max(1, outcome.done - first)
-
-
-def _shares(trainer: Trainer, step: int) -> list[int] | None:
-    return None if trainer.shares is None else list(trainer.shares.of(max(0, step - 1)))
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
