@@ -19,9 +19,9 @@ _OF_MERGED: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayJob(BatchJob):
-    """Slurm job array of which at most ``at_most`` tasks run at the same time (0: no limit)."""
+    """Batch job that Slurm runs as a job array."""
 
-    at_most: int = 0
+    at_most: int = 0  # maximum number of concurrent tasks (0: no limit)
     option: ClassVar[str]  # the option of `hpcdist submit` that requests this kind of job
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class ArrayJob(BatchJob):
 
     @property
     def array(self) -> str:
-        """Task range in sbatch syntax."""
+        """Task range in sbatch syntax, such as 0-9%4."""
         return f"0-{self.count - 1}" + (f"%{self.at_most}" if self.at_most else "")
 
 
@@ -81,16 +81,14 @@ class SweepJob(ArrayJob):
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """The job that merges the results of all tasks in one file, as a tuple of one job."""
         return (MergeJob.of(self),)
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the logs of array ``number``, with %a in place of the task number."""
         return self.run_dir / f"{number}_%a.out"
 
     @property
     def folder(self) -> str:
-        """Path of the results directory for Slurm's file name patterns, in which each % is doubled."""
+        """Path of the results directory with each % doubled, as Slurm's file name patterns require."""
         return str(self.run_dir).replace("%", "%%")
 
 
@@ -137,18 +135,14 @@ class MergeJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkJob(BatchJob):
-    """Job that runs the benchmark suite ``suite`` on exclusive nodes. ``arguments``: options of `hpcdist bench SUITE`.
-
-    The suite "sweep" measures the parameter combinations of ``sweep`` one after the other. ``trial_ranks``: number of
-    ranks for each combination.
-    """
+    """Job that runs a benchmark suite of `hpcdist bench` on exclusive nodes."""
 
     template: ClassVar[str] = "benchmark.sbatch.j2"
 
     recipe: str = ""
     suite: str
-    arguments: tuple[str, ...] = ()
-    trial_ranks: tuple[int, ...] = ()
+    arguments: tuple[str, ...] = ()  # options of `hpcdist bench SUITE`
+    trial_ranks: tuple[int, ...] = ()  # number of ranks of each parameter combination of ``sweep``
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,7 +164,7 @@ class BenchmarkJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class ServersJob(BatchJob):
-    """Training with parameter servers (its last ranks) on separate nodes: a heterogeneous Slurm job."""
+    """Heterogeneous Slurm job: a training whose parameter servers, its last ranks, run on separate nodes."""
 
     template: ClassVar[str] = "servers.sbatch.j2"
 

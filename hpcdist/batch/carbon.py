@@ -179,7 +179,7 @@ class CarbonWindow:
         return 100 * (1 - self.mean_g_per_kwh / self.now_g_per_kwh) if self.now_g_per_kwh else 0.0
 
     def saving_g(self, power_w: float) -> float | None:
-        """Return the CO2 saving compared with a start now in grams, or None if unknown. ``power_w``: job's power."""
+        """Return the CO2 in grams that a job of ``power_w`` watts saves compared with a start now, or None."""
         if not (math.isfinite(power_w) and power_w > 0):
             raise UsageError(f"--power {power_w} is invalid; give the power of the whole job in W, above 0, e.g. 2400")
         if self.now_g_per_kwh is None:
@@ -190,10 +190,9 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the time window for a job with the least mean carbon intensity, or the earliest of several such windows.
+    """Return the `CarbonWindow` with the least mean intensity for a job of ``duration_s`` seconds.
 
-    ``duration_s``: length of the job. ``now``, ``deadline``: earliest start and latest end, with time zone. Raises
-    UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
+    Raises UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
     if duration <= timedelta(0):
@@ -225,11 +224,9 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
 def plan_begin(
     path: Path, deadline_text: str | None, walltime_s: int | None, now: datetime, power_w: float | None = None
 ) -> tuple[datetime, list[str]]:
-    """Return the best start time of a job, and a list of text lines that explain the choice.
+    """Return the start time of a job with the least CO2, and text lines that explain it. ``path``: forecast (CSV).
 
-    ``path``: CSV file with a carbon forecast. ``deadline_text``: latest end, such as "24h". ``walltime_s``: length of
-    the job. ``now``: earliest start. ``power_w``: power in watts, or None. Raises UsageError, ConfigurationError or
-    StorageError.
+    Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")
@@ -249,12 +246,9 @@ def _comparison_text(window: CarbonWindow, power_w: float | None) -> str:
 
 
 def deadline_of(text: str, now: datetime) -> datetime:
-    """Return the time of a deadline: a duration from ``now`` (24h, D-HH:MM:SS), or an ISO time.
-
-    An ISO time without a zone is local. Raises UsageError for invalid text.
-    """
-    # Durations: 2d, 24h, 90m, D-HH:MM:SS, HH:MM:SS or whole minutes. Of two equal local times (clock change), use the
-    # first.
+    """Return the time of a deadline: a duration from ``now`` (24h, D-HH:MM:SS), or an ISO time. Raises UsageError."""
+    # Durations: 2d, 24h, 90m, D-HH:MM:SS, HH:MM:SS or whole minutes. An ISO time without a zone is local; of two equal
+    # local times (clock change), use the first.
     short = _DURATION.fullmatch(text)
     if short is not None:
         return now + timedelta(seconds=int(short[1]) * _UNIT_S[short[2]])
@@ -273,10 +267,7 @@ def deadline_of(text: str, now: datetime) -> datetime:
 
 
 def begin_text(begin: datetime, scheduler: str = "slurm") -> str:
-    """Return ``begin`` as a local time in whole seconds, for sbatch --begin ("slurm") or qsub -a ("pbs").
-
-    Raises ConfigurationError if the local time is ambiguous because of a clock change.
-    """
+    """Format ``begin`` in local time for sbatch or qsub. Raises ConfigurationError for a time that occurs twice."""
     # An ambiguous time is an error only if the command would use the wrong occurrence.
     moment = begin.replace(microsecond=0)
     local = moment.astimezone()

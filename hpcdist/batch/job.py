@@ -193,7 +193,7 @@ class BatchJob:
 
     @property
     def input_file(self) -> Path:
-        """Path of the file for `input_text`. The name contains a digest, so later submissions do not overwrite it."""
+        """Path of the file that stores `input_text`. The name contains a digest of the text."""
         digest = hashlib.blake2b(os.fsencode(self.input_text), digest_size=4).hexdigest()
         return self.run_dir / f"job-{digest}.toml"
 
@@ -204,7 +204,7 @@ class BatchJob:
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """Set of the numbers of GPUs per node. Worker nodes and parameter server nodes may differ."""
+        """Set of the numbers of GPUs per node: worker nodes and parameter server nodes may differ."""
         return {self.gpus_per_node}
 
     @property

@@ -39,7 +39,7 @@ SAVE: Final = "save"
 
 @dataclass(frozen=True)
 class LedgerJob:
-    """A batch job: all its entries in the journal, oldest first."""
+    """A batch job with its entries in the journal of its run, oldest first."""
 
     id: str
     entries: tuple[JournalEntry, ...]
@@ -71,7 +71,7 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append ``event`` to the journal of ``run_dir``, with the values ``**values``. Raises StorageError."""
+    """Append an entry of type ``event`` with ``**values`` to the journal of ``run_dir``. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         run_journal.append(run_dir, event, **values)
@@ -185,10 +185,9 @@ def decide(
     preempted: bool,
     lost_nodes: Callable[[], Sequence[str]],
 ) -> RequeueVerdict:
-    """Decide whether to requeue ``job`` (a job id), which ended with exit code ``code``. Local.
+    """Decide whether to requeue the job with the id ``job``, which ended with exit code ``code``. Local.
 
-    ``entries``: the result of `read`. ``restart``: number of requeues of the job so far. ``saved``: newest checkpoint
-    of the run. The keyword ``lost_nodes`` is a function that returns the unreachable nodes.
+    ``restart``: number of earlier requeues of the job. ``saved``: newest checkpoint of its run.
     """
     ledger_job = jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -217,26 +216,22 @@ def decide(
 
 
 def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, digest: str) -> list[JournalEntry]:
-    """Return the `began` entries of the latest consecutive job starts that made no new checkpoint.
-
-    These starts all resumed from ``saved``, the newest checkpoint. ``entries``: the result of `read`. ``digest``: hash
-    of the recipe, or the command line of a program.
-    """
-    # A start with another recipe ends the list. Starts of cancelled jobs do not count.
+    """Return the `began` entries of the latest consecutive job starts that made no checkpoint newer than ``saved``."""
+    # ``digest``: hash of the recipe, or the command line of a program. Starts of cancelled jobs do not count.
     starts: list[JournalEntry] = []
     entries = list(entries)
     cancelled = {entry.job for entry in entries if entry.event == CANCELLED}
     for entry in entries:
         if entry.event != BEGAN or entry.job in cancelled:
             continue
-        # A start from an older checkpoint, or with another recipe, resets the row: there was progress since.
+        # A start from an older checkpoint, or with another recipe, resets the list: there was progress since.
         same = (entry.text("from"), entry.number("saved_ns"), entry.text("recipe")) == (*saved, digest)
         starts = [*starts, entry] if same else []
     return starts
 
 
 def node_count(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of nodes of the current job, or None if unknown, from environment variables. Local."""
+    """Return the number of nodes of the current job from environment variables, or None if unknown. Local."""
     for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
         if environment.get(name, "").isdecimal():
             return int(environment[name])

@@ -40,7 +40,7 @@ class Installation:
     python_path: bool  # True if Python finds the package only with PYTHONPATH=`home`
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError if the package lacks libexec/hpcdist, which runs without an environment."""
+        """Raise ConfigurationError if the package lacks the command libexec/hpcdist."""
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
@@ -58,8 +58,7 @@ def running_installation() -> Path:
 def find_installation(prefix: Path) -> Installation:
     """Find hpcdist in ``prefix``: a virtual environment, a `pip install --target` folder, or a git clone.
 
-    Raises UsageError for characters that PATH cannot contain, and ConfigurationError unless ``prefix`` has exactly one
-    installation.
+    Raises UsageError for a path that PATH cannot contain, and ConfigurationError unless there is one installation.
     """
     prefix = Path(os.path.abspath(prefix))
     _check_text(prefix)
@@ -157,10 +156,9 @@ def render(kind: str, chosen: Modulefile) -> str:
 
 
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
-    """Write modulefiles of hpcdist ``version`` below ``folder``, and return a list of their paths.
+    """Write modulefiles of hpcdist ``version`` below ``folder``; return their paths. ``texts``: {"tcl" or "lua": text}.
 
-    ``texts``: {"tcl" or "lua": text}. Raises UsageError if a file exists with another text, unless the keyword
-    ``force`` is True.
+    Raises UsageError for an existing file with another text, unless ``force`` is True.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
     regular.save_all(paths, force=force)
@@ -168,7 +166,7 @@ def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) 
 
 
 def source() -> dict[str, Any]:
-    """Return the TOML table with the texts and variables from which Lua and Tcl modulefiles are rendered."""
+    """Return the table of texts and variables from which Lua and Tcl modulefiles are rendered."""
     return tomllib.loads((job.folder(job.MODULEFILES) / f"{NAME}.toml").read_text(encoding="utf-8"))
 
 

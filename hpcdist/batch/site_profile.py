@@ -154,11 +154,9 @@ class SiteStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLimits:
-    """``[limits]``, ``[partitions.NAME]`` or ``[qos.NAME]``: resources of a node, and maximum nodes and walltime.
+    """``[limits]``, ``[partitions.NAME]`` or ``[qos.NAME]``: resources of a node, and maximum nodes and walltime."""
 
-    0 and "" mean unknown. Limits of a partition override the site's limits; limits of a QOS override both.
-    """
-
+    # 0 and "" mean unknown.
     max_walltime: str = ""
     max_nodes: int = 0
     cores_per_node: int = 0

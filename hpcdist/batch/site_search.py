@@ -41,8 +41,13 @@ def check(job: BatchJob, site: SiteProfile) -> None:
         raise ConfigurationError(f"jobs at the site {site.name} need an account; add --account")
     _check_scheduler(job, site)
     limits, place = limits_of_job(job, site)
-    _check_time(job, limits, place)
-    _check_memory(job, limits, place)
+    if limits.max_walltime and job.walltime is not None and walltime_s(job.walltime) > walltime_s(limits.max_walltime):
+        raise ConfigurationError(
+            f"--time {job.walltime} is over the limit of {place}, {limits.max_walltime}; ask for less: the job saves "
+            "and continues after a requeue, or in the next job of a --chain"
+        )
+    if limits.mem_per_node and job.mem is not None and memory_mib(job.mem) > memory_mib(limits.mem_per_node):
+        raise ConfigurationError(f"--mem {job.mem} is more than {limits.mem_per_node}, the memory of a node of {place}")
     if job.gpus_per_node and site.gpu.unsupported:
         raise ConfigurationError(
             f"{counted(job.gpus_per_node, 'GPU')} per node at the site {site.name} cannot be used: "
@@ -110,10 +115,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
 
 
 def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
-    """Return (limits for ``job``, name of the site, partition or QOS that sets the limits).
-
-    Raises ConfigurationError for an unknown partition.
-    """
+    """Return the limits for ``job``, and a text that names the site, partition or QOS that sets them."""
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:
         if job.partition not in site.partitions:
@@ -127,23 +129,6 @@ def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
     if qos is not None and qos in site.qos:
         limits, place = site.qos[qos].with_defaults(limits), f"QOS {qos} of {site.name}"
     return limits, place
-
-
-def _check_memory(job: BatchJob, limits: SiteLimits, place: str) -> None:
-    if not limits.mem_per_node or job.mem is None:
-        return
-    if memory_mib(job.mem) > memory_mib(limits.mem_per_node):
-        raise ConfigurationError(f"--mem {job.mem} is more than {limits.mem_per_node}, the memory of a node of {place}")
-
-
-def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
-    if not limits.max_walltime or job.walltime is None:
-        return
-    if walltime_s(job.walltime) > walltime_s(limits.max_walltime):
-        raise ConfigurationError(
-            f"--time {job.walltime} is over the limit of {place}, {limits.max_walltime}; ask for less: the job saves "
-            "and continues after a requeue, or in the next job of a --chain"
-        )
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
@@ -211,10 +196,7 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Read the site profile ``named`` (a name or path), or by default the profile in $HPCDIST_SITE.
-
-    Without both, read a generic profile for the scheduler and MPI library on PATH.
-    """
+    """Read the site profile ``named``, or else the one in $HPCDIST_SITE, or a generic one for the commands on PATH."""
     named = named or environment.get(VARIABLE)
     if named:
         return load(named, environment)

@@ -41,11 +41,7 @@ _SITE_PREFIX: Final = "of the site"  # name of the template made from a profile'
 
 
 def render(job: BatchJob, site: SiteProfile) -> str:
-    """Return the text of the job script of ``job`` at ``site``.
-
-    Raises UsageError for a value that cannot be quoted, and ConfigurationError for an unknown or invalid template block
-    in the site profile.
-    """
+    """Return the text of the job script of ``job`` at ``site``. Raises UsageError or ConfigurationError."""
     job = site.complete(job)
     templates = environment()
     name = job.template or TEMPLATES[site.scheduler.kind]
@@ -185,12 +181,9 @@ def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
-    """Submit ``links``, pairs (job, job script text) of a chain of jobs. Yield a `SubmittedJob` for each.
-
-    Each job starts after the previous job has ended. ``folder``: directory for the logs. Raises HpcdistError if a job
-    cannot be submitted or recorded.
-    """
-    # Each job is recorded in its run directory before the next job is submitted.
+    """Submit ``links``, pairs (job, script text) of a chain. Yield a `SubmittedJob` for each. Raises HpcdistError."""
+    # Each job starts after the previous job has ended, and is recorded before the next job is submitted. ``folder`` is
+    # for the logs.
     if site.scheduler.kind == "slurm":
         from hpcdist.batch.schedulers import slurm
 

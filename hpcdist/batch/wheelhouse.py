@@ -83,10 +83,7 @@ class Wheel:
 
 
 def compatible_tags(platform: str) -> tuple[str, ...]:
-    """Return the wheel platform tags that ``platform`` accepts, newest first: manylinux_2_28, 2_27, ..., 2014.
-
-    Raises UsageError for an unknown platform.
-    """
+    """Return the wheel platform tags that ``platform`` accepts, newest first. Raises UsageError if it is unknown."""
     # pip matches tags literally, so older compatible tags must be listed.
     match = _PLATFORM.fullmatch(platform)
     if match is None:
@@ -142,11 +139,7 @@ class CollectedWheels:
 
 
 def collect(order: WheelhouseOrder) -> CollectedWheels:
-    """Fill the folder ``order.output`` with wheels by pip. The folder appears only when it is complete.
-
-    Raises UsageError if the folder is not empty or an extra is unknown, MissingCapabilityError if pip fails, and
-    StorageError if a write fails.
-    """
+    """Collect the wheels of ``order`` with pip in a new folder. The folder appears only when it is complete."""
     # If ``order.wheel`` is None, build hpcdist's wheel from its git clone; without a clone, raise UsageError.
     _check(order)
     try:
@@ -224,7 +217,9 @@ def _own_wheel(folder: Path, wheel: Path | None) -> Path:
         except FileNotFoundError as error:
             raise UsageError(f"--wheel {wheel}: no such file") from error
     installed = Path(hpcdist.__file__).resolve().parents[1]
-    clone = next((place for place in (installed, Path.cwd()) if _is_clone(place)), None)
+    content = (*BUILT_FROM, "hpcdist/__init__.py")
+    places = (installed, Path.cwd())
+    clone = next((place for place in places if all((place / name).exists() for name in content)), None)
     if clone is None:
         raise UsageError(
             f"hpcdist is installed in {installed}. Neither this folder nor the current directory, {Path.cwd()}, is a "
@@ -241,10 +236,6 @@ def _own_wheel(folder: Path, wheel: Path | None) -> Path:
         _pip("wheel", "--no-deps", "--wheel-dir", str(folder), scratch)
     (built,) = folder.glob("hpcdist-*.whl")
     return built
-
-
-def _is_clone(place: Path) -> bool:
-    return all((place / name).exists() for name in (*BUILT_FROM, "hpcdist/__init__.py"))
 
 
 def _pip(*words: str) -> None:

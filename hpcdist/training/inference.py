@@ -55,12 +55,9 @@ def generate(
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yield ``count`` tokens that continue ``prompt``, each predicted from the last ``context`` tokens. Local.
-
-    ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary), as numpy arrays.
-    """
-    # ``temperature`` 0 selects the most likely token. ``top_k`` limits the choice to the k most likely tokens (0: no
-    # limit).
+    """Yield ``count`` tokens that continue ``prompt``, each predicted from the last ``context`` tokens. Local."""
+    # ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary). ``temperature`` 0 selects the most likely
+    # token. ``top_k`` limits the choice to the k most likely tokens (0: no limit).
     draw = rng.stream(seed)
     window = list(prompt[-context:])
     for _ in range(count):
@@ -111,10 +108,7 @@ class TrainedModel:
         return backend.to_host(self.model.logits(self._views, placed, self.arena))
 
     def validation_loss(self) -> float:
-        """Return the mean loss in nats over the validation data, or NaN without validation data. Collective.
-
-        Raises DataError if the data differs from the training data.
-        """
+        """Return the mean validation loss in nats, or NaN. Collective. Raises DataError if the data has changed."""
         # If no digest of the data is cached, only a few elements are compared.
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
@@ -137,10 +131,9 @@ class TrainedModel:
 def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
     """Restore the model of a run directory from its newest checkpoint with intact parameters. Collective.
 
-    ``trust``: run a model factory file even if it has changed. Raises StorageError without such a checkpoint, and
-    UsageError for a model defined in a script.
+    ``trust``: run a model factory file even if it has changed. Raises StorageError without an intact checkpoint.
     """
-    # A changed factory file raises UsageError if ``trust`` is False.
+    # A changed model factory file raises UsageError if ``trust`` is False.
     if recipe.model.kind == "given":
         raise UsageError(
             f"the model of {path} is defined in the script that trained it, so its recipe cannot build the model. "
@@ -275,10 +268,7 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 
 
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield ``prompt``, then ``tokens`` generated tokens as text, one by one. Local. Ranks other than 0 yield nothing.
-
-    ``path``: run directory. Raises UsageError for an empty prompt, or if tokens are not bytes.
-    """
+    """Yield ``prompt``, then ``tokens`` tokens of text by the model in ``path``. Ranks above 0 yield nothing."""
     variables = environment.launch_environment()
     if variables is not None and variables.rank:
         return

@@ -36,8 +36,7 @@ def prepare_run_directory(
 ) -> RunDirectory:
     """Create or reopen the run directory ``out`` (None: choose a name). Collective: all ranks raise the same error.
 
-    ``resume``: "auto" (from the newest valid checkpoint) or "never". ``lock``: lock that rank 0 takes. Raises
-    ConfigurationError if the directory holds another run.
+    ``resume``: "auto" (from the newest valid checkpoint) or "never".
     """
 
     # Rank 0 decides. ConfigurationError: the directory holds another run. UsageError: it holds this run, and ``resume``
@@ -62,7 +61,8 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
         raise StorageError(
             f"{path / STOP_FILE} is a directory, but a file of this name stops the run: move the directory away"
         )
-    if stored.exists() and _has_begun(path):
+    has_begun = (path / METRICS_FILE).exists() or (path / "checkpoints").exists()
+    if stored.exists() and has_begun:
         before = recipes.load_stored(stored)
         keys = recipes.differences(before, recipe)
         differences = recipes.contradictions(before, recipe)
@@ -113,10 +113,6 @@ def _archive_recipe(stored: Path) -> None:
     while (archive := stored.with_stem(f"{stored.stem}-{number}")).exists():
         number += 1
     names.replace(archive, regular.text(stored))
-
-
-def _has_begun(path: Path) -> bool:
-    return (path / METRICS_FILE).exists() or (path / "checkpoints").exists()
 
 
 def _has_only_start_files(path: Path) -> bool:

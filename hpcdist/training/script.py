@@ -56,9 +56,8 @@ SAMPLES: Final = "validation_samples"
 class Training:
     """Training run whose script calls each step. A context manager; all ranks must make the same calls.
 
-    ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. Keywords: ``out``: run directory. ``resume``:
-    "auto" (from the newest checkpoint) or "never". ``time_limit_s``: seconds until the run saves and stops. Raises
-    ConfigurationError if the recipe is invalid or does not fit ``model``.
+    ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. ``out``: run directory. ``resume``: "auto" (from the
+    newest checkpoint) or "never". ``time_limit_s``: seconds until the run saves and stops.
     """
 
     # The run also stops at the end of its Slurm job. Environment variables override ``recipe``; HPCDIST_RUN_DIR and
@@ -158,9 +157,9 @@ class Training:
         return self._share().slice
 
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
-        """Return a PyTorch DataLoader's ``batch_sampler``, which yields lists of this replica's sample indices. Local.
+        """Return a ``batch_sampler`` for a PyTorch DataLoader. It yields lists of this replica's sample indices. Local.
 
-        Each epoch has every sample of ``dataset`` once, in random order if the keyword ``shuffle`` is True.
+        Each epoch has every sample of ``dataset`` once, in random order if ``shuffle`` is True.
         """
         # One list of indices per remaining step, which depends only on the run's seed.
         if self._trainer.shares is not None:
@@ -175,10 +174,9 @@ class Training:
         """Make one step on this rank's samples, and return the mean loss over all replicas. Collective.
 
         ``inputs``, ``targets``: arrays or tensors with one row per sample, or for PyTorch models tuples or dicts of
-        them. All ranks of a replica must pass the same data, else DataError. After a stop request, the run is saved,
-        and the process exits with code 75 or 130. Raises UsageError after the last step.
+        them. After a stop request, the run is saved, and the process exits with code 75 or 130.
         """
-        # Tuples and dicts are the arguments of the first module, and of the loss. DataError: the ranks of a replica
+        # Tuples and dicts are arguments of the first module, and of the loss. DataError: the ranks of a replica
         # pass different values. UsageError: after the last step, or the number of rows differs from `share`.
         if self._ended or self._done >= self.recipe.run.steps:
             self.close()
@@ -237,10 +235,7 @@ class Training:
         self._session.comm.barrier()  # all files are complete before any rank reads them
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return {"LAYER.NAME": copy of the final tensor}. Closes the training if it is open.
-
-        Collective before `close`. After `close`, local: each rank reads the last checkpoint.
-        """
+        """Close the training. Return {"LAYER.NAME": copy of the final tensor}. Collective; local after `close`."""
         self.close()
         path = self._loop.outcome.checkpoint
         assert path is not None, "close() saves a checkpoint"

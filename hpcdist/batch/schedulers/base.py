@@ -106,10 +106,9 @@ def run_command(
     limit_s: float = COMMAND_LIMIT_S,
     environment: Mapping[str, str] | None = None,
 ) -> CommandResult:
-    """Run the command ``line`` (program and arguments), and return its exit code and output. Local.
+    """Run the command ``line`` (program and arguments) with the standard input ``script``, and return its result.
 
-    ``script``: standard input. Raises MissingCapabilityError with the message ``absent`` if the program is missing, or
-    with the advice ``cure`` if it does not start or takes longer than ``limit_s`` seconds.
+    Raises MissingCapabilityError, with the message ``absent`` for a missing program, or else with the advice ``cure``.
     """
     program = shutil.which(line[0])
     if program is None:

@@ -36,21 +36,19 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """Return a dict from job id to the `JobState` of each array task or component of the job.
-
-    State UNKNOWN means that the scheduler does not answer, GONE that it no longer has the job.
-    """
+    """Return {job id: list of the states of the job's array tasks or components} for the ids ``jobs``."""
     numbers = list(dict.fromkeys(jobs))
     states_of: dict[str, list[JobState]] = {}
-    for scheduler, look in ((SLURM, _slurm), (PBS, _pbs), (LOCAL, _local)):
+    for scheduler, look in ((SLURM, _slurm), (PBS, _pbs)):
         selected = [job for job in numbers if scheduler_of(job) == scheduler]
         if selected:
             states_of |= look(selected)
+    states_of |= {job: [local.state(job)] for job in numbers if scheduler_of(job) == LOCAL}
     return {job: states_of[job] for job in numbers}
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return a list with one `JobState` per execution of ``jobs`` from Slurm accounting, and an error text or ""."""
+    """Return the list of all executions of ``jobs`` in Slurm accounting as `JobState`, and an error text or ""."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"
@@ -61,10 +59,7 @@ def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Cancel the jobs with the ids ``jobs`` immediately.
-
-    Raises MissingCapabilityError if their scheduler refuses or is missing.
-    """
+    """Cancel the jobs with the ids ``jobs`` at once. Raises MissingCapabilityError if the scheduler refuses."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if slurm_jobs:
         slurm.cancel(slurm_jobs)
@@ -129,10 +124,6 @@ def _pbs(jobs: list[str]) -> dict[str, list[JobState]]:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
     why = _unavailable("qstat", "its job history is off or expired")
     return {job: [states_of.get(job) or JobState(id=job, state=SchedulerState.GONE, reason=why)] for job in jobs}
-
-
-def _local(jobs: list[str]) -> dict[str, list[JobState]]:
-    return {job: [local.state(job)] for job in jobs}
 
 
 def _combined_state(job: str, parts: list[JobState]) -> JobState:

@@ -64,12 +64,9 @@ end "$code"
 
 
 def submit(script: str, log: Path, begin: datetime | None = None) -> str:
-    """Start the shell script text ``script`` with bash in the background, and return the job id.
-
-    The job continues when this process ends. ``log``: path for its output. ``begin``: start time with time zone, or
-    None for now. Raises StorageError, or MissingCapabilityError if bash is missing.
-    """
-    # The job inherits the environment, plus HPCDIST_JOB_ID. Its output is appended to ``log``.
+    """Start the bash script text ``script`` in the background, and return its job id. Raises StorageError."""
+    # The job continues when this process ends. It inherits the environment, plus HPCDIST_JOB_ID. Its output is appended
+    # to ``log``.
     bash = shutil.which("bash")
     if bash is None:
         raise MissingCapabilityError("bash is not on PATH; install bash, which runs jobs if there is no scheduler")

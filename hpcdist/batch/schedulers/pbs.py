@@ -43,15 +43,16 @@ _MISSING_COMMAND: Final = (
     "{} is not on PATH; submit from a login node of the cluster (PBS may need a module), or print the "
     "script with --dry-run and submit it there"
 )
+# Errors of PBS commands that do not reach the server.
+_UNREACHABLE: Final = (
+    *("cannot connect to server", "connection refused", "no route to host", "communication failure"),
+    "munge",
+)
 _HINT: Final = "is PBS up? try qstat -B"
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit the job script text ``script`` to PBS and return the job id.
-
-    ``after``: id of a job that must end first, or None. Raises ConfigurationError if PBS refuses the job, and
-    MissingCapabilityError if PBS does not answer.
-    """
+    """Submit the script text ``script`` and return the job id. ``after``: id of a job that must end first, or None."""
     dependency = [] if after is None else ["-W", f"depend=afterany:{after}"]
     answer = _output_of("qsub", *dependency, script=script)
     if answer.code != 0:
@@ -92,14 +93,9 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
 
 def _output_of(program: str, *options: str, script: str = "") -> base.CommandResult:
     answer = base.run_command([program, *options], _MISSING_COMMAND.format(program), _HINT, script)
-    if answer.code != 0 and _unreachable(answer.complaint):
+    if answer.code != 0 and any(words in answer.complaint.lower() for words in _UNREACHABLE):
         raise MissingCapabilityError(f"PBS does not answer: {answer.complaint}; {_HINT}, and submit from a login node")
     return answer
-
-
-def _unreachable(complaint: str) -> bool:
-    words = ("cannot connect to server", "connection refused", "no route to host", "communication failure", "munge")
-    return any(word in complaint.lower() for word in words)
 
 
 def _state(job: str, record: Mapping[str, Any]) -> JobState:
@@ -107,11 +103,7 @@ def _state(job: str, record: Mapping[str, Any]) -> JobState:
     letter, status = str(record.get("job_state", "")), _whole(record.get("Exit_status"))
     over = letter in ("F", "X")
     state, code, reason = _ended(status, record) if over else (_STATES.get(letter, letter), None, "")
-    started, elapsed_s, limit_s = (
-        _utc(record.get("stime")),
-        _seconds(used.get("walltime")),
-        _seconds(requested.get("walltime")),
-    )
+    elapsed_s, limit_s = _seconds(used.get("walltime")), _seconds(requested.get("walltime"))
     runs = _whole(record.get("run_count"))
     return JobState(
         id=job,
@@ -124,7 +116,7 @@ def _state(job: str, record: Mapping[str, Any]) -> JobState:
         nodes=_whole(requested.get("nodect")),
         exit_code=code,
         energy_reason="PBS has no energy counter that hpcdist reads",
-        begun_utc=started,
+        begun_utc=_utc(record.get("stime")),
         ended_utc=(_utc(record.get("obittime")) or _utc(record.get("mtime"))) if over else "",
         log=_log(job, record),
     )

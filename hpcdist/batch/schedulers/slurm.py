@@ -35,10 +35,7 @@ _ENERGY: Final = re.compile(r"(?:^|,)energy=([^,]*)", re.ASCII)
 
 
 def queued(jobs: Sequence[str]) -> list[JobState]:
-    """Return the states of ``jobs`` from squeue, one per job, array task or component of a heterogeneous job.
-
-    Jobs that squeue does not know are left out. Raises MissingCapabilityError if squeue does not answer.
-    """
+    """Return the states of ``jobs`` in the queue, one per array task or component. Raises MissingCapabilityError."""
     fields = ",".join(f"{name}:|" for name in _QUEUE)
     code, output, complaint = _run(
         "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}"
@@ -99,9 +96,9 @@ def accounted(jobs: Sequence[str]) -> list[JobState]:
 def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -> JobState:
     job, words, elapsed, nodes, code, start, end, *_, reason = row
     state = words.partition(" ")[0]  # CANCELLED by 1000
-    joules = slurm_energy.AccountedEnergy(None, slurm_energy.NOT_YET)
+    energy = slurm_energy.AccountedEnergy(None, slurm_energy.NOT_YET)
     if _utc(end):
-        joules = slurm_energy.of_start(_accounted_step(row), [_accounted_step(step) for step in steps])
+        energy = slurm_energy.of_start(_accounted_step(row), [_accounted_step(step) for step in steps])
     return JobState(
         id=job,
         state=state,
@@ -110,8 +107,8 @@ def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -
         elapsed_s=_whole(elapsed),
         nodes=_whole(nodes),
         exit_code=_exit_code(code, state),
-        energy_j=joules.known,
-        energy_reason=joules.lacking,
+        energy_j=energy.joules,
+        energy_reason=energy.missing_reason,
         begun_utc=_utc(start),
         ended_utc=_utc(end),
     )
@@ -200,9 +197,8 @@ def _exit_code(text: str, state: str) -> int | None:
     # sacct prints code:signal; squeue prints the status of wait(2), whose low byte is the signal.
     code, signal = (parts[0] or 0, parts[1] or 0) if len(parts) == 2 else divmod(parts[0] or 0, 256)
     shell_code = 128 + (signal & 127) if signal & 127 else code
-    return (
-        shell_code if shell_code or state == SchedulerState.COMPLETED else None
-    )  # e.g. a cancelled job has no exit code
+    # A cancelled job, for example, has no exit code.
+    return shell_code if shell_code or state == SchedulerState.COMPLETED else None
 
 
 def _seconds(text: str) -> float | None:
@@ -239,6 +235,8 @@ _USER_VARIABLES: Final = frozenset(
         *("SLURM_BITSTR_LEN", "SLURM_DEBUG_FLAGS", "SLURM_EXIT_ERROR", "SLURM_EXIT_IMMEDIATE"),
     }
 )
+# Errors of Slurm commands that do not reach the controller.
+_UNREACHABLE: Final = ("contact slurm controller", "connect to slurm", "configuration source", "slurm_conf", "munge")
 # Messages of --test-only if the job must wait for nodes, or could never run on them.
 _NO_NODES: Final = re.compile(
     "requested node configuration is not available|required node not available|nodes required for job are down"
@@ -249,11 +247,7 @@ _USABLE: Final = re.compile(r"(alloc|comp|idle|mix|plan|power)[a-z_]*[^*a-z]*", 
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit the job script text ``script`` to Slurm and return the job id.
-
-    ``after``: id of a job that must end first, even if it fails. Raises ConfigurationError if Slurm would never run the
-    job, and MissingCapabilityError if Slurm does not answer.
-    """
+    """Submit a job with the script text ``script``, and return its id. ``after``: id of a job that must end first."""
     try:
         # Test first: sbatch accepts jobs that can never start, and leaves them pending.
         _sbatch(script, "--test-only")
@@ -282,7 +276,7 @@ def _sbatch(script: str, *options: str) -> str:
     )
     environment = clean_environment(script)
     answer = base.run_command(["sbatch", *options], absent, "is Slurm up? try sinfo", script, environment=environment)
-    if answer.code != 0 and _unreachable(answer.complaint):
+    if answer.code != 0 and any(words in answer.complaint.lower() for words in _UNREACHABLE):
         raise MissingCapabilityError(
             f"Slurm does not answer: {answer.complaint}; try sinfo, and submit from a login node"
         )
@@ -295,10 +289,7 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables for sbatch, a dict. ``script``: text of the job script.
-
-    Variables in ``environment`` that would override #SBATCH options of the script, or srun options, are left out.
-    """
+    """Return ``environment`` without the variables that would override options of srun or of the job ``script``."""
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
     # For sbatch variables override directives, and --requeue and --no-requeue override each other.
     if options & {"--requeue", "--no-requeue"}:
@@ -316,7 +307,8 @@ def _unavailable_nodes(script: str) -> str:
     absent = []
     # Each component of a heterogeneous job has its partition and node count.
     for component in script.split("\n#SBATCH hetjob\n"):
-        requested = _requested_options(component)
+        requested = dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', component, re.MULTILINE))
+        cores = _number(requested, "ntasks-per-node") * _number(requested, "cpus-per-task")
         partition = requested.get("partition") or os.environ.get("SBATCH_PARTITION", "")
         where = [f"--partition={partition}"] if partition else ["--all"]
         table = _output_of(["sinfo", "--noheader", "--Node", *where, "--format=%N %c %T %P"])
@@ -324,7 +316,7 @@ def _unavailable_nodes(script: str) -> str:
         states = {
             row[0]: row[2]
             for row in rows
-            if len(row) == 4 and (partition or row[3].endswith("*")) and int(row[1]) >= _cores(requested)
+            if len(row) == 4 and (partition or row[3].endswith("*")) and int(row[1]) >= cores
         }
         if len(states) < _number(requested, "nodes"):
             return ""
@@ -332,21 +324,13 @@ def _unavailable_nodes(script: str) -> str:
     return ", ".join(absent)
 
 
-def _requested_options(script: str) -> dict[str, str]:
-    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', script, re.MULTILINE))
-
-
 def _number(requested: Mapping[str, str], option: str) -> int:
     value = requested.get(option, "")
     return int(value) if value.isdecimal() else 1
 
 
-def _cores(requested: Mapping[str, str]) -> int:
-    return _number(requested, "ntasks-per-node") * _number(requested, "cpus-per-task")
-
-
 def check_folder(folder: Path) -> None:
-    """Raise ConfigurationError if Slurm would read the log ``folder`` as a file name pattern."""
+    """Raise ConfigurationError if Slurm would read the path of the log folder as a file name pattern."""
     pattern = re.search(r"\\|%[0-9A-Za-z%]+", str(folder))
     if pattern is not None:
         raise ConfigurationError(
@@ -368,8 +352,3 @@ def _output_of(line: list[str]) -> str:
     except MissingCapabilityError:
         return ""
     return answer.output if answer.code == 0 else ""
-
-
-def _unreachable(complaint: str) -> bool:
-    words = ("contact slurm controller", "connect to slurm", "configuration source", "slurm_conf", "munge")
-    return any(word in complaint.lower() for word in words)

@@ -40,12 +40,9 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 
 
 class SlurmAllocation:
-    """Nodes of the current Slurm job. Its methods check if enough nodes are left to restart the training.
+    """Nodes of the current Slurm job, and a check whether enough of them are left to restart the training."""
 
-    ``needed``: number of nodes that a restart needs, or None for any number. The keyword ``whole`` is True if a restart
-    needs all nodes of the job.
-    """
-
+    # ``needed``: number of nodes that a restart needs (None: any). ``whole``: a restart needs all nodes of the job.
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
         self.lost: list[str] = []
         self.left: list[str] = []
@@ -71,10 +68,9 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait until enough nodes answer for a restart, or until Slurm's SlurmdTimeout has passed.
+        """Wait until enough nodes answer for a restart, or SlurmdTimeout passes. Return a received signal, or None.
 
-        Returns the signal that interrupted the wait, or None. ``pause(seconds)``: sleeps, and returns a received signal
-        or None. ``say(text)``: prints a message.
+        ``pause(seconds)`` sleeps, and returns a received signal or None. ``say(text)`` prints a message.
         """
         limit_s = 0.0
         began = time.monotonic()
@@ -95,9 +91,8 @@ def _allocated_nodes(environment: Mapping[str, str]) -> list[str]:
     job, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     number = f"{job}_{task}" if job and task else environment.get("SLURM_JOB_ID", "")
     rows = [row.split() for row in _output_of(["squeue", "-h", "-j", number, "-o", "%i %N"], environment).splitlines()]
-    return _names(
-        next((row[1] for row in rows if len(row) == 2 and row[0] in (number, f"{number}+0")), ""), environment
-    )
+    short = next((row[1] for row in rows if len(row) == 2 and row[0] in (number, f"{number}+0")), "")
+    return _names(short, environment)
 
 
 def _names(short: str, environment: Mapping[str, str]) -> list[str]:

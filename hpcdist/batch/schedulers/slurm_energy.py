@@ -49,10 +49,10 @@ class AccountedStep(NamedTuple):
 
 
 class AccountedEnergy(NamedTuple):
-    """Energy of a job: ``known``, in J or None if unknown, and ``lacking``, the reason why energy is missing, or ""."""
+    """Energy of a job in Slurm accounting."""
 
-    known: float | None
-    lacking: str = ""
+    joules: float | None  # None: unknown
+    missing_reason: str = ""  # why the energy is unknown or incomplete
 
 
 def joules(text: str) -> float | None:
@@ -65,11 +65,7 @@ def joules(text: str) -> float | None:
 
 
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
-    """Return the energy of one finished execution of a job, without counting overlapping job steps twice.
-
-    ``job``: accounting record of the execution. ``steps``: records of its job steps. If ``steps`` is empty, the energy
-    in ``job`` is used.
-    """
+    """Return the energy of one finished execution of a job. Overlapping ``steps`` are not counted twice."""
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
     covered: dict[str, list[tuple[int, int]]] = {}

@@ -6,7 +6,6 @@ A run directory selects its jobs by its journal; a job number may also be known 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -22,30 +21,24 @@ from hpcdist.reporting import regular
 JOB_ARGUMENT: Final = click.argument("word", metavar="JOB|RUN_DIR")
 JOBS_ARGUMENT: Final = click.argument("words", metavar="[JOB|RUN_DIR]...", nargs=-1)
 TASK_PATTERN: Final = "%a"  # Slurm's placeholder for the array task number in the name of a log
-_LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class LocatedJob:
-    """A batch job. ``entered``: the job's entries in the journal of its run, or None if there are no entries.
-
-    ``later``: numbers of the jobs in the same chain that wait for this job to end.
-    """
+    """A batch job, found by its number or by its run directory."""
 
     id: str
     run_dir: Path | None = None
-    entered: ledger.LedgerJob | None = None
-    later: tuple[str, ...] = ()
+    entered: ledger.LedgerJob | None = None  # the job's entries in the journal of its run, if any
+    later: tuple[str, ...] = ()  # numbers of the later jobs of the same chain
 
     def text(self, name: str) -> str:
         """Return the newest text of the key ``name`` in the job's journal entries, or "" if no entry has the key."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
-        """Return the log path of ``part``, the number of this job or of one of its array tasks (123_4).
-
-        For a whole job array, the path contains TASK_PATTERN instead of a task number.
-        """
+        """Return the log path of ``part``, the number of this job or of one of its array tasks (123_4)."""
+        # The path of a whole job array keeps TASK_PATTERN.
         folder, name = os.path.split(self.text("log"))
         task = part.partition("_")[2]
         return os.path.join(folder, name.replace(TASK_PATTERN, task) if task.isdecimal() else name)
@@ -67,10 +60,7 @@ def jobs_named(words: Sequence[str]) -> list[LocatedJob]:
 
 
 def job_named(word: str) -> LocatedJob:
-    """Return the job with the number ``word``, or the last started job of the run directory ``word``.
-
-    If no job of the run directory has started, return the last submitted job.
-    """
+    """Return the job with number ``word``, or the last started (else submitted) job of run directory ``word``."""
     jobs = jobs_named([word])
     started = [(entry.time, job) for job in jobs if job.entered and (entry := job.entered.last(ledger.BEGAN))]
     return max(started, key=lambda pair: pair[0])[1] if started else jobs[-1]
@@ -78,17 +68,15 @@ def job_named(word: str) -> LocatedJob:
 
 def _by_number(job: str, everything: Sequence[LocatedJob]) -> LocatedJob:
     whole = job.partition("_")[0].partition("+")[0]
-    matches = [candidate for candidate in everything if candidate.id in (job, whole) and candidate.entered is not None]
+    matches = [
+        (candidate.id == job, candidate.entered.entries[-1].time, candidate)
+        for candidate in everything
+        if candidate.id in (job, whole) and candidate.entered is not None
+    ]
     if not matches:
         return LocatedJob(job)
     # Job numbers can repeat if clusters share a home directory.
-    newest = max(
-        matches,
-        key=lambda candidate: (
-            candidate.id == job,
-            candidate.entered.entries[-1].time if candidate.entered else _LONG_AGO,
-        ),
-    )
+    newest = max(matches, key=lambda match: match[:2])[2]
     return LocatedJob(job, newest.run_dir, newest.entered, newest.later if newest.id == job else ())
 
 

@@ -49,20 +49,20 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time interval from one job start of a run to the next. ``number``: index of the start's entry in the ledger."""
+    """Time interval from one job start of a run to the next."""
 
-    number: int
+    number: int  # index of the start's entry in the journal of the run
     job: str
     first: datetime
     last: datetime
 
     def has(self, training: StartEntry) -> bool:
-        """Return True if the start ``training`` of the training began in this time interval."""
+        """Return True if ``training``, a start of the training, began in this time interval."""
         return self.first - CLOCK_SLACK <= _utc(training.began) < self.last
 
 
 def start_windows(entries: Sequence[JournalEntry]) -> list[StartWindow]:
-    """Return a `StartWindow` for each job start. ``entries``: the ledger of the run, from `ledger.read`."""
+    """Return a `StartWindow` for each job start. ``entries``: the journal of the run, from `ledger.read`."""
     started = [(number, entry) for number, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
     return [
@@ -98,33 +98,27 @@ def _job_start(
 
 
 def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]:
-    """Return the sorted write times of the checkpoints in ``run_dir``. ``entries`` adds removed checkpoints. Local.
-
-    ``entries``: the ledger of the run, from `ledger.read`.
-    """
+    """Return the sorted write times of the checkpoints in ``run_dir``, and of removed ones that ``entries`` mention."""
     from hpcdist.cli.run import checkpoints
 
     mentioned = [ns for entry in entries if 0 < (ns := entry.number("saved_ns") or 0) < _LATEST_S * 10**9]
     return sorted(_utc(ns / 1e9) for ns in {*mentioned, *checkpoints(run_dir).values()})
 
 
-def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds from last checkpoint to last heartbeat, summed over the failed ``trainings``.
-
-    Only trainings that began in one of ``windows`` count. ``saved``: write times of the checkpoints.
-    """
-    # Removed checkpoints make the result an upper bound.
+def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saves: Sequence[datetime]) -> float:
+    """Return the seconds of work lost after the last checkpoints of failed ``trainings`` that began in ``windows``."""
+    # ``saves``: write times of the checkpoints. Removed checkpoints make the result an upper bound.
     seconds = 0.0
     for training in trainings:
         if not training.end and any(window.has(training) for window in windows):
             began, seen = _utc(training.began), _utc(training.seen)
-            saves = [moment for moment in saved if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
-            seconds += max(0.0, (seen - max([began, *saves])).total_seconds())
+            training_saves = [moment for moment in saves if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
+            seconds += max(0.0, (seen - max([began, *training_saves])).total_seconds())
     return seconds
 
 
 def is_running(entries: Sequence[JournalEntry]) -> bool:
-    """Return True if the newest start in ``entries``, the ledger of the run, has no `ended` entry."""
+    """Return True if the newest start in ``entries``, the journal of the run, has no `ended` entry."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN
 
@@ -151,20 +145,14 @@ def report(word: str, as_json: bool) -> None:
 
 
 def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
-    """Return the report on ``jobs`` (all jobs of a run, or one job) as the object that `report` --json prints.
-
-    Raises ConfigurationError if no job is known.
-    """
+    """Return the object that `report --json` prints for ``jobs``. Raises ConfigurationError if no job is known."""
     ids = [job.id for job in jobs]
     by_scheduler = dispatch.states(ids)
     states = {job.id: by_ledger(job, by_scheduler[job.id]) for job in jobs}
     rows, no_rows = dispatch.accounts(ids)
     run_dir = jobs[0].run_dir
-    if (
-        run_dir is None
-        and not rows
-        and all(state.state in (SchedulerState.GONE, SchedulerState.UNKNOWN) for state in states.values())
-    ):
+    are_unknown = all(state.state in (SchedulerState.GONE, SchedulerState.UNKNOWN) for state in states.values())
+    if run_dir is None and not rows and are_unknown:
         raise ConfigurationError(
             f"job {', '.join(ids)} is unknown: {printable(states[ids[0]].reason)}; "
             "give the directory of its run instead"
@@ -178,7 +166,7 @@ def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
         "run_dir": None if run_dir is None else str(run_dir),
         **_starts(begun, rows, states),
         **_time(begun, rows, states),
-        **_steps(run_dir, begun, states),
+        **_steps(run_dir, begun),
         **_energy(rows, no_rows, states, run_dir),
         **_lost(run_dir, entries, windows, trainings),
     }
@@ -222,16 +210,13 @@ def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str,
     return {"elapsed_s": None, "elapsed_by": None, "elapsed_reason": _UNKNOWN, "node_hours": None}
 
 
-def _steps(run_dir: Path | None, begun: Sequence[JobStart], states: dict[str, JobState]) -> dict[str, Any]:
+def _steps(run_dir: Path | None, begun: Sequence[JobStart]) -> dict[str, Any]:
+    steps = None if run_dir is None else lookup.recipe_steps(run_dir)
     if run_dir is None or not begun:
-        return {
-            "steps_from": None,
-            "steps_to": None,
-            "steps": None if run_dir is None else lookup.recipe_steps(run_dir),
-        }
+        return {"steps_from": None, "steps_to": None, "steps": steps}
     to = begun[-1].newest or newest_checkpoint(run_dir).name
     numbers = [int(name.removeprefix("step-") or 0) for name in (begun[0].origin, to)]
-    return {"steps_from": numbers[0], "steps_to": numbers[1], "steps": lookup.recipe_steps(run_dir)}
+    return {"steps_from": numbers[0], "steps_to": numbers[1], "steps": steps}
 
 
 def _energy(
@@ -241,10 +226,10 @@ def _energy(
         reasons = [no_rows, *(state.energy_reason for state in states.values())]
         return {"energy_j": None, "energy_reason": next(filter(None, reasons), "no accounts of these jobs")}
     energy = slurm_energy.of_rows(rows)
-    reason = energy.lacking
+    reason = energy.missing_reason
     if slurm_energy.NOT_YET in reason:  # same hint as in the report at the end of the job script
         reason += f": see `hpcdist jobs report {shlex.quote(str(run_dir or rows[-1].id))}` then"
-    return {"energy_j": energy.known, "energy_reason": reason or None}
+    return {"energy_j": energy.joules, "energy_reason": reason or None}
 
 
 def _lost(

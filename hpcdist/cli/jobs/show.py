@@ -30,10 +30,8 @@ from hpcdist.reporting.table import aligned, text_of
 JOB_NAME_PREFIX: Final = "hpcdist"  # queued jobs with this name prefix are listed even if no ledger has them
 _AS_ASKED: Final = "saved and ended as requested"
 _UNFINISHED: Final = "stopped before its last step: submit it again to continue"
-_UNKNOWN_STATES: Final = (
-    SchedulerState.GONE,
-    SchedulerState.UNKNOWN,
-)  # their reason is a sentence: it is printed below the table
+# Their reason is a sentence: it is printed below the table.
+_UNKNOWN_STATES: Final = (SchedulerState.GONE, SchedulerState.UNKNOWN)
 _HEAD: Final = ("JOB", "NAME", "STATE", "NODES", "ELAPSED", "LEFT", "RESTARTS", "SAVED", "RUN")
 
 
@@ -196,8 +194,9 @@ def log(word: str, lines: int, follow: bool) -> None:
     job = lookup.job_named(word)
     path = log_path(job)
     lookup.say(printable(str(path)))
-    if follow:
-        _wait_for(path, job)
+    for _ in _poll(job) if follow else ():
+        if path.exists():
+            break
     try:
         with path.open("rb") as file:
             file.seek(_tail_offset(file, lines))
@@ -218,10 +217,7 @@ def log(word: str, lines: int, follow: bool) -> None:
 
 
 def log_path(job: LocatedJob) -> Path:
-    """Return the path of a job's log, from the journal of the run or the scheduler.
-
-    Raises ConfigurationError if no log is known, and UsageError for a job array, which has a log per task.
-    """
+    """Return the log path of ``job``. Raises ConfigurationError if it is unknown, UsageError for a whole job array."""
     text = job.log(job.id)
     if lookup.TASK_PATTERN in os.path.basename(text):
         raise UsageError(f"job {job.id} is an array with one log per task; name one task, e.g. {job.id}_0")
@@ -259,12 +255,6 @@ def _copy(file: BinaryIO) -> None:
     while block := file.read(BLOCK_BYTES):
         out.write(block)
     out.flush()
-
-
-def _wait_for(path: Path, job: LocatedJob) -> None:
-    for _ in _poll(job):
-        if path.exists():
-            return
 
 
 def _poll(job: LocatedJob) -> Iterator[None]:

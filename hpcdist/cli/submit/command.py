@@ -22,14 +22,11 @@ PROGRAM: Final = "hpcdist.program"  # key in click's context.meta of the words a
 
 
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
-    """Return the planner's estimate for the job ``planned`` as lines of text, or the reason for its absence. Local.
-
-    ``cluster``: cluster name; None: the site's cluster. Returns [] if no cluster is known. Never raises.
-    """
+    """Return the planner's estimate for the job ``planned`` as text lines, or the reason for its absence."""
     if planned.recipe is None:
         return [f"no estimate: --cluster {cluster} only works for the training of one recipe"] if cluster else []
     named = cluster or planned.site.cluster
-    if not named:
+    if not named:  # no cluster is known
         return []
     try:
         return _estimate_lines(planned.job, planned.recipe, named)

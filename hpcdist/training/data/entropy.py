@@ -16,11 +16,8 @@ MOST_NGRAM_KINDS: Final = 1 << 24
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
-    """Return {n-gram name: entropy in nats of a token, given the 0, 1 or 2 tokens before it}. Local.
-
-    An entropy is None if ``tokens`` has too many distinct n-grams.
-    """
-    # A text longer than SAMPLE_TOKENS is sampled evenly.
+    """Return {n-gram name: entropy in nats of a token, given the 0, 1 or 2 tokens before it, or None if unknown}."""
+    # A text longer than SAMPLE_TOKENS is sampled evenly. None: too many distinct n-grams.
     blocks = _sampled_blocks(tokens)
     chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
     small = tokens.dtype.itemsize <= 2
@@ -37,7 +34,11 @@ def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
     _count_ngrams(blocks, used, order, counts)
     while order:
         contexts = counts.reshape(-1, kinds).sum(axis=1)
-        entropies[NGRAM_NAMES[order - 1]] = _conditional_entropy(counts, contexts)
+        # The sum over n-grams of -p ln(p / q): p is the relative frequency of an n-gram (``counts``), q of the n-gram
+        # without its last token (``contexts``).
+        total = int(counts.sum())
+        entropy = max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
+        entropies[NGRAM_NAMES[order - 1]] = entropy
         order -= 1
         if order:  # the last (n-1)-gram of a block is not a prefix of any n-gram
             _count_ngrams([block[-order:] for block in blocks], used, order, contexts)
@@ -79,13 +80,6 @@ def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) ->
 
 _count.sample(lambda: (np.zeros(1, np.uint16), np.zeros(1, np.int64), 1, 1, np.zeros(1, np.int64)))
 _count.sample(lambda: (np.zeros(1, np.int64), np.zeros(1, np.int64), 1, 1, np.zeros(1, np.int64)))
-
-
-def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
-    # The sum over n-grams of -p ln(p / q): p is the relative frequency of an n-gram (``counts``), q of the n-gram
-    # without its last token (``contexts``).
-    total = int(counts.sum())
-    return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
 
 
 def _n_log_n(counts: np.ndarray) -> float:

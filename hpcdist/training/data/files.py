@@ -257,10 +257,7 @@ _RULES: Final = b"2"  # version of `not_text`: cached concatenations of other ve
 
 
 def not_text(path: Path, head: bytes) -> str:
-    """Return the reason why the file ``path`` is not text, or "" if it is text. Local.
-
-    ``head``: first bytes of the file.
-    """
+    """Return the reason why the file ``path`` with the first bytes ``head`` is not text, or "" if it is text."""
     # UTF-8 and single-byte encodings are text. UTF-16 and UTF-32 are not, because they contain NUL bytes.
     suffix = path.suffix.lower()
     if suffix in FORMATS:
@@ -411,10 +408,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Return the cache directory for concatenated text files: HPCDIST_CACHE, or a subdirectory of the node's /tmp.
-
-    Raises StorageError if the directory cannot be created, or other users can write to it.
-    """
+    """Return the cache directory for text: $HPCDIST_CACHE, or a directory in /tmp. Raises StorageError."""
     configured = os.environ.get("HPCDIST_CACHE")
     folder = Path(configured) if configured else Path(tempfile.gettempdir()) / f"hpcdist-data-{os.getuid()}"
     try:
@@ -424,6 +418,7 @@ def cache_directory() -> Path:
         raise StorageError(
             f"the cache directory {folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another directory"
         ) from error
+    # A directory that other users can write to is refused.
     private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     if not configured and not private:
         raise StorageError(

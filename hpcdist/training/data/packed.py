@@ -21,25 +21,22 @@ from hpcdist.training.recipe.config import DataConfig
 SCANNED_TOKENS = 1 << 22  # tokens read at a time in the search for document ends
 
 
-def document_ends(tokens: Sliceable, files: np.ndarray | None, config: DataConfig, what: str) -> np.ndarray:
-    """Return the sorted end offsets of the documents in ``tokens``, an int64 array. Raises DataError.
-
-    ``files``: end offset of each file in a data directory, or None. ``what``: name of the data for messages.
-    """
-    parts = [np.array([len(tokens)], np.int64)] if files is None else [files.astype(np.int64)]
+def document_ends(tokens: Sliceable, file_ends: np.ndarray | None, config: DataConfig, what: str) -> np.ndarray:
+    """Return the sorted end offsets of the documents in ``tokens``, an int64 array. Raises DataError."""
+    parts = [np.array([len(tokens)], np.int64)] if file_ends is None else [file_ends.astype(np.int64)]
     token = config.document_end
     if token >= 0:
         for start in range(0, len(tokens), SCANNED_TOKENS):
             block = np.asarray(tokens[start : start + SCANNED_TOKENS])
             parts.append(np.flatnonzero(block == token) + start + 1)
-    elif files is None:
+    elif file_ends is None:
         raise DataError(
             f"data.packed = true: the ends of documents in {what} are unknown; set data.document_end to the token at "
             "the end of each document (10, a new line, in a text or JSONL file), or use a directory: each file is one "
             "document"
         )
     ends = np.unique(np.concatenate(parts))
-    if files is None and len(ends) == 1:
+    if file_ends is None and len(ends) == 1:
         raise DataError(
             f"data.document_end = {token}: with this token, {what} has only one document; set data.document_end to the "
             "token at the end of each document, or set data.packed = false"
@@ -83,21 +80,17 @@ _best_fit.sample(lambda: (np.ones(1, np.int64), np.zeros(1, np.int64), 1, np.zer
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
     """Assign documents of ``sizes`` tokens to samples of ``context`` tokens. No document may be longer than a sample.
 
-    Return an array with the sample index of each document, and the number of samples.
+    Return the sample index of each document, and the number of samples.
     """
     sample_of = np.empty(sizes.size, np.int64)
     return sample_of, int(_best_fit(sizes, np.argsort(-sizes, kind="stable"), context, sample_of))
 
 
 class PackedSamples:
-    """Samples of ``context`` tokens, each packed with whole documents and then padding.
+    """Samples of ``context`` tokens, each packed with whole documents and then padding."""
 
-    ``start``: offset of the first document. ``ends``: end offsets of all documents. Too long documents raise DataError,
-    or are split if the keyword ``cut`` is True.
-    """
-
-    # With ``predicting``, targets are the next tokens, and a document of n tokens takes n - 1 positions. With ``cut``,
-    # documents longer than a sample are split.
+    # ``start``: offset of the first document. ``ends``: end offsets of all documents. With ``predicting``, targets are
+    # the next tokens, and a document of n tokens takes n - 1 positions. With ``cut``, too long documents are split.
     shifts = 1
 
     def __init__(
@@ -137,10 +130,7 @@ class PackedSamples:
         return 1 - float(self._filled.sum()) / (self.count * self._context)
 
     def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
-        """Return the mean numbers of query-key pairs per packed sample, of tokens in the same document.
-
-        The keywords ``causal`` and ``window`` (0: no window) describe the attention mask.
-        """
+        """Return the mean number of query-key pairs within a document per packed sample, as `DocumentPairs`."""
         lengths, counts = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
         every = seen = 0
         for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
@@ -189,10 +179,7 @@ class PackedSplit:
 def split_documents(
     tokens: Sliceable, ends: np.ndarray, config: DataConfig, model: ModelConfig, what: str
 ) -> PackedSplit:
-    """Divide documents into packed training samples and, from the last documents, packed validation samples.
-
-    ``ends``: end offset of each document in ``tokens``. ``what``: name of the data for messages. Raises DataError.
-    """
+    """Pack the documents that end at offsets ``ends`` into training and validation samples. Raises DataError."""
     number, border = len(ends), len(tokens) - round(len(tokens) * config.validation_fraction)
     if config.validation_fraction > 0:
         if number < 2:

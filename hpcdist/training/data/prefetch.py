@@ -89,7 +89,7 @@ class ReadAhead(Generic[T]):
 
 
 def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
-    """Return this replica's range of samples in global batch number ``batch``. ``shares`` None: equal parts. Local."""
+    """Return this replica's range of samples in global batch ``batch``. ``shares`` None: an even division. Local."""
     if shares is not None:
         return shares.range_of(batch, data_axis.rank)
     size = recipe.run.batches.size(batch)

@@ -23,10 +23,8 @@ ROUNDS = 8
 
 
 def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Return the elements ``indices`` of a random permutation of the integers 0 to ``size - 1``.
-
-    ``indices`` is an int64 array of shape (n,). ``key``, a uint64 array of shape (ROUNDS,), selects the permutation.
-    """
+    """Return the elements ``indices`` of a random permutation of the integers below ``size``, selected by ``key``."""
+    # ``indices``: int64 (n,). ``key``: uint64 (ROUNDS,).
     assert size >= 1 and key.shape == (ROUNDS,) and key.dtype == np.uint64
     bits = (size - 1).bit_length()
     positions = indices.astype(np.uint64)
@@ -91,12 +89,9 @@ class SampleOrder:
         self._seed, self._samples, self._rule = seed, samples, rule
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
-    def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer.
-
-        The integer is the same in the whole epoch. Callers use it to shift the sample boundaries.
-        """
-        # Raw words of the generator do not change between versions of numpy.
+    def epoch_indices(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer per epoch."""
+        # Callers shift the sample boundaries by the integer. Raw words do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
         words = generator.random_raw(ROUNDS + 2)
         keys, word, swap = words[:ROUNDS], int(words[ROUNDS]), int(words[ROUNDS + 1]) & 1
@@ -115,16 +110,14 @@ class SampleOrder:
         while len(indices) < count:
             epoch, start = divmod(first + len(indices), self._samples)
             part = min(count - len(indices), self._samples - start)
-            indices += self.places(epoch, start, part)[0].tolist()
+            indices += self.epoch_indices(epoch, start, part)[0].tolist()
         return indices
 
 
 class Sampler:
-    """Reader of batches from endless epochs, each of which has every sample once, in a new order.
+    """Reader of batches from endless epochs. Each epoch has every sample once, in a new random order."""
 
-    Each epoch also has other sample boundaries in the text, and other masked tokens in `MaskedSamples`.
-    """
-
+    # Each epoch also has other sample boundaries in the text, and other masked tokens in `MaskedSamples`.
     def __init__(self, samples: Samples, seed: int, rule: int = UNIFORM) -> None:
         self._samples, self._seed, self._order = samples, seed, SampleOrder(seed, samples.count, rule)
 
@@ -137,18 +130,14 @@ class Sampler:
             samples = self._samples
             if isinstance(samples, MaskedSamples):
                 samples = samples.in_epoch(self._seed, epoch)
-            parts.append(samples.take(*self.places(epoch, start, size)))
+            indices, word = self._order.epoch_indices(epoch, start, size)
+            parts.append(samples.take(indices, word % samples.shifts))
             first, count = first + size, count - size
         if len(parts) == 1:
             return parts[0]
         if not parts:
             return self._samples.take(np.empty(0, np.int64), 0)
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
-
-    def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a shift in tokens."""
-        samples, word = self._order.places(epoch, start, count)
-        return samples, word % self._samples.shifts
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -160,11 +149,9 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield the evaluation batches of data-parallel rank ``part`` of ``parts``, each with at most ``longest`` samples.
-
-    All ranks get the same number of batches. ``limit``: number of evenly spaced samples to use (0: all).
-    """
-    # The last batch may be empty.
+    """Yield the evaluation batches of shard ``part`` of ``parts``, each of at most ``longest`` samples."""
+    # ``limit``: number of evenly spaced samples to use (0: all). All shards get the same
+    # number of batches, of which the last may be empty.
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
     most = -(-even_part(total, parts, 0).size // longest)
@@ -187,10 +174,7 @@ def even_shares(samples: int, replicas: int) -> ShareSizes:
 
 
 def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:
-    """Divide ``samples`` so that the slowest replica finishes as early as possible. Local.
-
-    Return the number of samples of each replica, at least 1. ``sample_s`` is the time per sample of each replica.
-    """
+    """Return the samples per replica that minimize the step time. ``sample_s``: seconds per sample of each replica."""
     assert samples >= len(sample_s) and all(seconds > 0 for seconds in sample_s)
     sizes = [1] * len(sample_s)
     ends = [(2 * seconds, replica) for replica, seconds in enumerate(sample_s)]  # finish times with one more sample
@@ -250,20 +234,15 @@ class SampleShares:
 
 
 class LoadBalancer:
-    """Load balancer that adapts ``shares``, the samples of each replica, to the measured speeds of the replicas.
+    """Load balancer that adapts ``shares``, the samples of each replica, to the measured speeds of the replicas."""
 
-    Communicator ``data`` connects replicas. ``pipeline`` connects the stages of this replica. Construction is local.
-    """
-
+    # ``data`` connects replicas, ``pipeline`` the stages of this replica.
     def __init__(self, data: Communicator, pipeline: Communicator, shares: SampleShares) -> None:
         self._data, self._pipeline, self._shares = data, pipeline, shares
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
-        """Record the compute time of ``step``. Return True if ``shares`` was changed for later batches.
-
-        Collective over the communicators ``data`` and ``pipeline``, but most calls send no messages.
-        """
+        """Record the compute time of ``step``. Return True if the shares of later batches changed. Collective."""
         samples = self._shares.of(step - 1)[self._data.rank]
         self._sample_s.append(compute_s / samples)
         if step % BALANCE_EVERY_STEPS or len(self._sample_s) < LEAST_TIMINGS:

@@ -75,10 +75,7 @@ def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray
 
 
 class FileArray:
-    """Array whose elements are contiguous in a file. Slices are read when they are used.
-
-    Construction and reads raise StorageError if the file is unreadable or too short.
-    """
+    """Array whose elements are contiguous in a file, and are read when used. Raises StorageError for a short file."""
 
     def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:
         self._path, self.place = path, offset
@@ -177,10 +174,7 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 class Samples(Protocol):
-    """Interface of a sequence of ``count`` training samples.
-
-    A shift of 0 to ``shifts - 1`` tokens moves the boundaries of all samples in the text.
-    """
+    """Interface of ``count`` samples, which can be shifted in the text by 0 to ``shifts - 1`` tokens."""
 
     count: int
     shifts: int
@@ -203,12 +197,9 @@ class FilledSamples(Samples, Protocol):
 
 
 class TokenWindows:
-    """Samples that are adjacent windows of ``context`` tokens. The target of each token is the next token.
+    """Samples that are adjacent windows of ``context`` tokens. The target of each token is the next token."""
 
-    ``shifting``: True if window boundaries can vary between epochs.
-    """
-
-    # The shift is at most ``context - 1`` tokens.
+    # ``shifting``: window boundaries vary between epochs, by at most ``context - 1`` tokens.
     def __init__(self, tokens: Sliceable, context: int, shifting: bool) -> None:
         assert len(tokens) > context
         self._tokens, self._context = tokens, context
@@ -238,16 +229,13 @@ class NextTokenSamples:
 
 
 class TableRows:
-    """Samples that are rows ``start`` to ``stop - 1`` of the table ``x``, with classes ``y``.
-
-    If the keyword ``shaped`` is True, rows keep their dimensions. Otherwise they are flattened.
-    """
+    """Samples that are rows ``start`` to ``stop - 1`` of the table ``x``, with classes ``y``."""
 
     shifts = 1
 
     def __init__(self, x: Sliceable, y: Sliceable, start: int, stop: int, *, shaped: bool = False) -> None:
         assert start < stop <= len(x) == len(y)
-        self._shaped = shaped
+        self._shaped = shaped  # rows keep their dimensions; otherwise they are flattened
         self._x, self._y, self._start = x, y, start
         self.count = stop - start
 
@@ -265,12 +253,9 @@ _MASKING_STREAM: Final = 0x6D61736B  # separates these words from dropout with t
 
 
 class MaskedSamples:
-    """Samples for masked language modelling: in ``windows``, some tokens are replaced by the token ``mask``.
+    """Samples for masked language modelling: some tokens of ``windows`` are replaced by the token ``mask``."""
 
-    ``vocabulary``: number of tokens. ``seed`` and ``epoch`` select the masked tokens.
-    """
-
-    # Targets are the original tokens at masked positions, and `IGNORED` elsewhere.
+    # Targets are the original tokens at masked positions, and `IGNORED` elsewhere. ``vocabulary``: number of tokens.
     def __init__(
         self, windows: Samples, mask: int, vocabulary: int, seed: int = 0, epoch: int = VALIDATION_EPOCH
     ) -> None:

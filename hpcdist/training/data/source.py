@@ -56,11 +56,8 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return a hash of all elements of the datasets ``columns``. Collective: ranks with the same files share the work.
-
-    ``what``: name of the data for messages. All ranks raise StorageError together.
-    """
-    # With ``kept_only``, return only a cached hash, or "" without a cached hash.
+    """Return a hash of all elements of ``columns``, called ``what`` in messages. Collective. Raises StorageError."""
+    # Ranks with the same files share the work. With ``kept_only``, return a cached hash, or else "".
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
     states = comm.allgather_object((key, _cached(key)))
@@ -203,10 +200,8 @@ class Source:
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
-        """Yield the validation micro-batches of replica ``part`` (None: empty batches) of ``parts`` replicas. Local.
-
-        Every replica gets the same number of micro-batches; the last may be empty.
-        """
+        """Yield the validation micro-batches of shard ``part`` of ``parts``, or empty batches if ``part`` is None."""
+        # Every shard gets the same number of micro-batches; the last may be empty.
         if self.validation is None:
             return
         longest = -(-recipe.run.global_batch // (parts * recipe.parallel.microbatches))
@@ -214,11 +209,8 @@ class Source:
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
     def targets_in(self, targets: Array, per_sample: float) -> float:
-        """Return the number of targets over which the loss of a batch is averaged.
-
-        ``targets``: targets of the batch. ``per_sample``: number of targets per sample.
-        """
-        # In packed samples, targets that are `IGNORED` do not count.
+        """Return the number of targets over which the loss of a batch with ``targets`` is averaged."""
+        # ``per_sample``: number of targets per sample. In packed samples, `IGNORED` targets do not count.
         if self.padding is None:
             return len(targets) * per_sample
         return int((targets != IGNORED).sum())
@@ -250,10 +242,7 @@ def usable_inputs(inputs: object) -> dict[str, int]:
 def open_source(
     config: DataConfig, model: ModelConfig, comm: Communicator, *, digests: bool = True, kept_only: bool = False
 ) -> Source:
-    """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
-
-    Raises DataError for missing or unsuitable data.
-    """
+    """Open the data for ``model``. Collective. All ranks raise DataError for missing, unsuitable or differing data."""
     # Ranks compare hashes of some elements and, with ``digests``, of all data. ``kept_only``: use only a cached hash of
     # all data.
     verdict: str | HpcdistError
@@ -310,9 +299,8 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
     unit = "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
     description = f"{description}, {len(tokens):,} {unit}"
     if config.packed:
-        return _packed_source(tokens, document_ends(tokens, ends, config, f"{path}"), description, config, model), (
-            tokens,
-        )
+        ends = document_ends(tokens, ends, config, f"{path}")
+        return _packed_source(tokens, ends, description, config, model), (tokens,)
     return _token_source(tokens, description, config, model), (tokens,)
 
 

@@ -62,11 +62,9 @@ def energy_figures(
     activities: Mapping[str, Any] | None = None,
     config: EnergyConfig | None = None,
 ) -> dict[str, Any]:
-    """Return a dict of a run's energy figures: total, per phase, per step, cost, emissions. Unknown figures are None.
-
-    ``report``: result of `EnergyMonitor.report`. ``steps``, ``samples``, ``tokens``: numbers trained with this energy.
-    """
-    # ``activities``: result of `phase_shares.job_activities`. ``config``: electricity price and carbon intensity.
+    """Return a run's energy figures for ``report``, a result of `EnergyMonitor.report`. Unknown figures are None."""
+    # ``steps``, ``samples``, ``tokens``: numbers trained with this energy. ``activities``: result of
+    # `phase_shares.job_activities`. ``config``: electricity price and carbon intensity.
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
     none: dict[str, Any] = {name: {} for name in ("joules", "error_j", "seconds", "reason")}
@@ -105,12 +103,10 @@ def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
 
 
 class EnergyRecorder:
-    """Recorder of the energy that a run has consumed since step 0, restarts included. Construction is collective.
+    """Recorder of the energy that a run has consumed since step 0, restarts included. Construction is collective."""
 
-    ``directory``: run directory, or None to store nothing. ``host``: name of this node.
-    """
-
-    # ``spans()`` returns this rank's time spans since its last call. Without it, the energy per activity is unknown.
+    # ``directory``: run directory, or None to store nothing. ``spans()`` returns this rank's time spans since its last
+    # call. Without it, the energy per activity is unknown. ``host``: name of this node.
     def __init__(
         self,
         comm: Communicator,
@@ -187,13 +183,13 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return this node's power sensor that measures the least share of time; None if all measure always. Local."""
+        """Return this node's power sensor with the smallest duty cycle; None if all measure continuously. Local."""
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
 
     def collect(self) -> list[NodeRows]:
-        """Return all nodes' energy samples since the last call. Rank 0 writes them to the metrics file. Collective."""
+        """Return all nodes' energy samples since the last call, for the metrics file. Collective."""
         self._attribute()
         return self.monitor.collect()
 
@@ -254,12 +250,9 @@ class EnergyRecorder:
             atomic.save(self._path, json.dumps(state))
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
-        """Return the result of `energy_figures` for the run, which has made ``steps`` steps. Collective.
-
-        Rank 0 also writes the energy state to the run directory, and only rank 0 raises StorageError.
-        """
-        # "j_per_step" excludes checkpoints and validation. A repeated step costs energy, but counts once.
-        # ``tokens_per_sample`` is None if samples are not made of tokens.
+        """Return `energy_figures` of the run after ``steps`` steps, and store them on rank 0. Collective."""
+        # Only rank 0 raises StorageError. "j_per_step" excludes checkpoints and validation. A repeated step costs
+        # energy, but counts once. ``tokens_per_sample`` is None if samples are not made of tokens.
         report = self.monitor.report()
         phases = {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}
         activities = self._activities({**report, "phases": phases}, final=True)

@@ -31,10 +31,7 @@ from hpcdist.training.build.trainer import Trainer
 
 
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
-    """Open the event sinks that ``config`` names (JSON lines, TensorBoard, Prometheus). For rank 0 only.
-
-    ``run``: name, directory and size of the run. ``say``: function that prints a message. An error closes all sinks.
-    """
+    """Open the event sinks that ``config`` names, on rank 0. ``say(text)`` prints a message."""
     sinks: list[StreamSink] = []
     try:
         if config.jsonl:
@@ -53,7 +50,7 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
             prometheus = PrometheusSink(run, config)
             sinks.append(prometheus)
             say(f"Prometheus: {prometheus.where}")
-    except BaseException:
+    except BaseException:  # an error closes all sinks
         for sink in sinks:
             sink.close(False)
         raise
@@ -63,11 +60,8 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return {event kind: {figure name: value}} for the event kinds "energy" and "utilisation". Local.
-
-    ``monitor``: source of live power and utilisation. ``state``: result of `EnergyRecorder.state`. ``tokens``: number
-    of tokens trained with this energy.
-    """
+    """Return {event kind: {figure name: value}} for the event kinds "energy" and "utilisation". Local."""
+    # ``state``: result of `EnergyRecorder.state`. ``tokens``: number of tokens trained with this energy.
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
     training = joules.get("phases", {}).get("training", {}).get("joules")
@@ -181,11 +175,8 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record one step's background collectives and layer prefetches.
-
-        ``total_s``: duration of the collectives. ``exposed_s``: part of ``total_s`` without computation at the same
-        time. ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
-        """
+        """Record a step's collective time, of which ``exposed_s`` is not overlapped, and its layer prefetches."""
+        # ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
@@ -213,10 +204,8 @@ class EventPublisher:
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Gather times, bytes and memory use of all ranks, and add them as events on rank 0. Collective.
-
-        ``monitor``: energy monitor of this node. ``energy``: result of `EnergyRecorder.state`.
-        """
+        """Gather times, bytes and memory use of all ranks as events on rank 0. Collective."""
+        # ``energy``: result of `EnergyRecorder.state`.
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
         waited = self._waited_s, self._made, self._all_waited_s, self._all_made

@@ -141,11 +141,8 @@ PEAK_SECONDS: Final = 0.03  # duration of the peak measurement on each rank
 
 
 def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, reason: str) -> dict[str, Any]:
-    """Return a dict of figures about the model FLOPs utilization (MFU) of a training. Collective.
-
-    Unknown figures are None, with the cause in "mfu_reason". ``reason``: cause to report if ``tokens_per_s`` is NaN.
-    """
-    # Figures: model FLOPs per sample and per second, and the measured peak FLOPs per second of all ranks.
+    """Return figures about the model FLOPs utilization (MFU). ``reason``: cause of a NaN speed. Collective."""
+    # Figures, None if unknown: model FLOPs per sample and per second, and measured peak FLOPs per second of all ranks.
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
         return utilisation | {"mfu_reason": USER_MODEL_NOT_COUNTED}
@@ -210,10 +207,7 @@ def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a dict of figures about stragglers, such as the number of dropped gradients. Local.
-
-    ``workers``: one dict of measurements for each rank that computes.
-    """
+    """Return a dict of figures about stragglers. ``workers``: one dict of measurements per computing rank. Local."""
     # "samples_by_replica": from the last step, or None if samples are always divided evenly. With parameter servers,
     # dropped gradients or their staleness are included.
     exchange = trainer.exchange

@@ -65,19 +65,16 @@ class NvtxRanges:
 
 
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return a profiler range's text, "FORWARD microbatch 0 unit 3": unit = index of the model stage. -1 is omitted."""
+    """Return a profiler range's text, such as "FORWARD microbatch 0 unit 3". Numbers of -1 are left out."""
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
 
 class ConsoleProgress:
-    """Console output of a training on rank 0: progress bar or log lines.
+    """Console output of a training on rank 0: a progress bar or log lines."""
 
-    ``steps``: number of the last step. ``first``: steps completed before this process started. ``every_s``: seconds
-    between log lines. ``shown``: True on rank 0. ``unit``: unit of the speed, e.g. "tokens".
-    """
-
-    # Speed and time to the end are measured without this process's first step.
+    # ``steps``: number of the last step. ``first``: steps completed before this process started. ``every_s``: seconds
+    # between log lines. ``shown``: True on rank 0. Speed and time to the end exclude this process's first step.
     def __init__(self, steps: int, first: int, every_s: float, shown: bool, unit: str = "tokens") -> None:
         self._steps, self._first, self._every_s, self._shown, self._unit = steps, first, every_s, shown, unit
         self._begun = self._last = time.monotonic()
@@ -99,11 +96,7 @@ class ConsoleProgress:
             print(text, file=sys.stderr, flush=True)
 
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
-        """Update the console after step number ``done``.
-
-        ``targets``: number of targets (such as next tokens) in the loss of this step, over all ranks.
-        ``communication_s``, ``step_s``: communication time and duration of this step.
-        """
+        """Show the results of step number ``done``. ``targets``: number of targets in its loss, over all ranks."""
         # Targets of dropped gradients are not in ``targets``.
         if not self._shown:
             return
@@ -181,10 +174,7 @@ class StepLog:
         )
 
     def shares(self, done: int, *, only_last: bool) -> None:
-        """Write the numbers of samples per replica that are planned after step ``done`` to the metrics file.
-
-        With the keyword ``only_last``, only the last planned change is written.
-        """
+        """Write the numbers of samples per replica that are planned after step ``done`` to the metrics file."""
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[-1 if only_last else 0 :]:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
@@ -195,12 +185,9 @@ SHIFT_SPAN: Final = "shift"
 
 
 class StepShifter:
-    """Delay before each step, so that a power sensor measures all phases of a step equally often. Local.
+    """Delay before each step, so that a power sensor measures all phases of a step equally often. Local."""
 
-    ``sensor()`` returns a sensor, or None if all sensors measure continuously.
-    """
-
-    # Delaying one rank is enough, because the other ranks wait for this rank in the step.
+    # ``sensor()``: None if all sensors measure continuously. Delaying one rank is enough: other ranks wait for it.
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:
         self._sensor, self._spans = sensor, spans
         self._shift: SensorShift | None = None
@@ -240,10 +227,8 @@ class Instrumentation:
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Record time and energy of the ``with`` body in ``phase``, such as "validation". Traces show it as ``name``.
-
-        All ranks should enter the body together.
-        """
+        """Record time and energy of the ``with`` body in ``phase``, such as "validation". Traces show ``name``."""
+        # All ranks should enter the body together.
         start = now_ns()
         with self.energy.monitor.window(phase), self.ranges(phase, name):
             yield

@@ -107,14 +107,12 @@ class RunMetrics:
         """Return this rank's metrics rows that the file may lack: input of `carry` after a rank failure. Local."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
-    def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
-        """After a rank failure, append the rows up to step ``last`` that the metrics file lacks. Collective.
-
-        ``rows``: result of `unsaved` on this rank. ``world``: number of ranks before the failure.
-        """
-        # ``world`` is 0 on a rank that has not trained. Dead ranks get NaN.
+    def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, old_world: int) -> None:
+        """After a rank failure, append the ``rows`` up to step ``last`` that the metrics file lacks. Collective."""
+        # ``rows``: result of `unsaved`. ``old_world``: number of ranks before the failure, or 0 on a rank that has not
+        # trained. Dead ranks get NaN.
         self._gathered = list(rows)
-        carried = self._comm.allgather_object((rows, world))
+        carried = self._comm.allgather_object((rows, old_world))
         ranks = [{common[0]: (common, values) for common, values in own_rows} for own_rows, _ in carried]
         made_by = max(size for _, size in carried)
         if self._writer is None:
@@ -162,12 +160,9 @@ MOST_LEAD_STEPS: Final = 1 << 16  # largest lead over the slowest worker whose r
 
 
 class AsyncRunMetrics(RunMetrics):
-    """Metrics of a run whose ranks are at different steps. Construction and `flush` are collective.
+    """Metrics of a run whose ranks are at different steps. Construction and `flush` are collective."""
 
-    Rank 0 writes the row of a step after all workers have completed the step.
-    """
-
-    # The loss in the row is the mean over the workers.
+    # Rank 0 writes the row of a step, with the mean loss, after all workers have completed the step.
     # `serve` sends rows to rank 0. Rank 0 drops rows more than `MOST_LEAD_STEPS` steps ahead of the slowest worker.
     # Only `flush` writes energy samples.
     def __init__(self, comm: Communicator, *of_file: Any) -> None:

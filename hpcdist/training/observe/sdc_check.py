@@ -39,13 +39,10 @@ class ComputationDigest:
 
 
 class SdcCheck(StepObserver):
-    """Step observer that computes some steps a second time, to find silent data corruption.
+    """Step observer that repeats every n-th step and suspicious steps, to find silent data corruption."""
 
-    It repeats every ``every_steps``-th step, and steps with a loss or gradient norm above ``factor`` times the median.
-    0 disables either check.
-    """
-
-    # With ``skips_overflow``, non-finite gradients are not suspicious. Construction is local.
+    # A loss or gradient norm above ``factor`` times the median is suspicious. 0 disables either check. With
+    # ``skips_overflow``, non-finite gradients are not suspicious. Construction is local.
     def __init__(
         self, comm: Communicator, exchange: Exchange, *, factor: float, every_steps: int, skips_overflow: bool
     ) -> None:
@@ -71,10 +68,7 @@ class SdcCheck(StepObserver):
             self._step, self._digest = step.number, xxhash.xxh3_128()
 
     def agreed(self, step: RunningStep) -> None:
-        """Compute ``step`` again if a check is due, or if its loss or gradient norm is suspicious. Collective.
-
-        Raises DivergenceError on all ranks if a rank computes wrong results repeatedly.
-        """
+        """Compute ``step`` again if it is due or suspicious. Collective. Raises DivergenceError for repeated faults."""
         # If the results differ, a third computation decides. DivergenceError: all three results differ, or a rank
         # computes wrong results in two checks in a row.
         outcome = step.outcome

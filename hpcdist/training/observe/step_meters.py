@@ -71,10 +71,7 @@ class NoiseMeter(StepMeter):
         self.smoothed = SmoothedNoise()
 
     def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ConfigurationError on all ranks if the pipeline schedule prevents the measurement. Collective.
-
-        ``operations``: operations of one step on this rank, in order.
-        """
+        """Raise ConfigurationError on all ranks if the step's ``operations`` prevent the measurement. Collective."""
         refusals = self._context.world.allgather_object(_mixed_microbatches(operations) if self.looks_at_first else "")
         if any(refusals):
             raise ConfigurationError(next(filter(None, refusals)))
@@ -98,10 +95,8 @@ class NoiseMeter(StepMeter):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return an array of two numbers, whose sums over all ranks are |g|^2 and 1/b. Call this once per step.
-
-        g is the mean gradient of b samples: the samples of one replica or of one micro-batch.
-        """
+        """Return two numbers whose sums over all ranks are |g|^2 and 1/b. g: mean gradient of b samples."""
+        # b is the number of samples of one replica or micro-batch. This resets the sum: call it once per step.
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
         if not (self._is_due(step) and self._speaks):
@@ -135,10 +130,7 @@ class NoiseMeter(StepMeter):
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
-    """Return a dict with the gradient noise scale and the critical batch size, or {} if ``meter`` is None. Local.
-
-    ``batch``: global batch size, in samples.
-    """
+    """Return the gradient noise scale and the critical batch size, or {} if ``meter`` is None. Local."""
     if meter is None:
         return {}
     scale = meter.smoothed.mean.noise_scale

@@ -29,15 +29,12 @@ _ENTRY_FORMS: Final = {
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """Fault of type ``kind`` to inject on ``rank`` in step number ``step``, from 1.
-
-    ``how``: phase of a kill, name of the array to corrupt, or kind of disk error; "" for other faults.
-    """
+    """Fault of type ``kind`` to inject on ``rank`` in step number ``step``, from 1."""
 
     kind: str
     rank: int
     step: int
-    how: str = ""
+    how: str = ""  # phase of a kill, array to corrupt, or kind of disk error
     seconds: float = 0.0
 
     @property
@@ -112,12 +109,7 @@ def _malformed_entry(kind: str, entry: str, reason: str) -> ConfigurationError:
 class ChaosConfig:
     """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
-    A step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward passes then
-    take ``slow_factor`` times as long. In every step, these passes take at least ``step_s`` seconds.
-
-    Each fault happens once per run directory, even if its step is repeated. ``kill``: the rank kills itself in one of
-    the `STEP_PHASES`. ``corrupt``: a bit flips in a gradient before the exchange, or in a parameter after the update.
-    ``disk``: in the first save after the step, a write fails, the disk is full, or fsync fails.
+    Each fault happens once per run directory, even if its step is repeated. ``kill`` names one of `STEP_PHASES`.
     """
 
     slow_ranks: tuple[int, ...] = key((), "Ranks to slow down, as [0].", ge=0)
@@ -167,11 +159,8 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError if a fault or slowdown is set for a rank on which it cannot occur.
-
-        Only the first ``computing`` of ``world`` ranks compute; the others are parameter servers.
-        """
-        # ``lock_step``: servers take part in every step.
+        """Raise ConfigurationError if a fault cannot occur on its rank. Only the first ``computing`` ranks compute."""
+        # The other ranks are parameter servers. ``lock_step``: servers take part in every step.
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)
             if rank >= computing:

@@ -22,22 +22,12 @@ DEVICES: Final = ("cpu", "gpu")
 MOST_SAMPLES: Final = 2**31  # per step
 
 
-def _is_loss_scale(value: float) -> bool:
-    return value == 0 or (1 <= value <= 2**24 and math.frexp(value)[0] == 0.5)
-
-
-def _is_minimum_scale(value: float) -> bool:
-    return 2**-24 <= value <= 2**16 and math.frexp(value)[0] == 0.5
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Section ``[data]``: the training data.
 
-    ``path``: a text file, a directory of text files, or tokens (.npy, or the dataset ``tokens`` of an HDF5 file). For
-    models of kind mlp or convnet: an HDF5 file with datasets ``x``, of shape (rows, ...), and ``y``. Pictures: (rows,
-    height, width) or (rows, height, width, channels).
-    In packed samples, token positions restart at 0 in each document, and padding has no loss.
+    Models of kind mlp and convnet need an HDF5 file with ``x`` of shape (rows, ...) and ``y`` of shape (rows,).
+    Pictures have the shape (rows, height, width) or (rows, height, width, channels).
     """
 
     path: str = key(
@@ -77,13 +67,7 @@ class DataConfig:
 class PrecisionConfig:
     """Section ``[precision]``: the number formats of parameters, gradients and activations.
 
-    With a 16-bit ``mode``, parameters and gradients are stored and sent in 16 bits. Updates and checkpoints use a
-    float32 master copy. ``activations``: "float32", or on a GPU "working" (16 bits, but sums, norms and losses in
-    float32).
-
-    float16 gradients are scaled by ``loss_scale``, a power of two. 0 means dynamic: the scale doubles after
-    ``growth_interval`` steps without overflow, and halves after ``hysteresis`` overflows in a row. A step with overflow
-    is skipped.
+    A step whose float16 gradients overflow is skipped. Updates and checkpoints use a float32 master copy.
     """
 
     mode: str = key(
@@ -91,14 +75,17 @@ class PrecisionConfig:
     )
     activations: str = key("float32", "Type in which stages compute. working: the type of mode.", choices=ACTIVATIONS)
     loss_scale: float = key(
-        0.0, "Fixed loss scale. 0: dynamic.", valid=_is_loss_scale, expected="0 or a power of two from 1 to 2^24"
+        0.0,
+        "Fixed loss scale. 0: dynamic.",
+        valid=lambda scale: scale == 0 or (1 <= scale <= 2**24 and math.frexp(scale)[0] == 0.5),
+        expected="0 or a power of two from 1 to 2^24",
     )
     growth_interval: int = key(2000, "Number of steps without overflow after which the loss scale doubles.", ge=1)
     hysteresis: int = key(2, "Number of consecutive overflows after which the loss scale halves.", ge=1)
     minimum_scale: float = key(
         1.0,
         "Minimum loss scale. 16 consecutive overflows at this scale end the run.",
-        valid=_is_minimum_scale,
+        valid=lambda scale: 2**-24 <= scale <= 2**16 and math.frexp(scale)[0] == 0.5,
         expected="a power of two from 2^-24 to 2^16",
     )
 
@@ -123,12 +110,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Section ``[run]``: length, batch size, device, and the checks and measurements during a run.
-
-    Replicas are compared every ``sentinel_every_steps`` steps and before each save. If ``logical_shards`` is above 0,
-    gradients and losses have the same bits on any number of ranks. A step is computed twice if its loss or gradient
-    norm exceeds ``suspicious_factor`` times the median of the last 50 steps.
-    """
+    """Section ``[run]``: length, batch size, device, and the checks and measurements during a run."""
 
     steps: int = key(1000, "Length of the run in steps.", ge=1)
     global_batch: int = key(16, "Samples per step, summed over all ranks.", ge=1, le=MOST_SAMPLES)
@@ -173,11 +155,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivalConfig:
-    """Section ``[survival]``: copies of the state in jobs of `hpcdist run --survive`. It has no effect in other jobs.
-
-    A shard of the state is copied to the memory of its rank and of a partner rank. A state that every rank holds is not
-    copied. The job ends if fewer than ``least_ranks`` ranks remain.
-    """
+    """Section ``[survival]``: copies of the state at partner ranks, in jobs of `hpcdist run --survive`."""
 
     every_steps: int = key(
         1, "Steps between copies of the state. A rank failure repeats at most this many steps.", ge=1

@@ -60,10 +60,8 @@ class Recipe:
         self.chaos.check_steps(self.run.steps)
 
     def check_world(self, data_ranks: int, **options: object) -> None:
-        """Raise ConfigurationError if recipe keys contradict each other, or do not fit ``data_ranks`` replicas.
-
-        ``data_ranks`` is 0 if unknown. ``**options``: command-line options to check too, by name.
-        """
+        """Raise ConfigurationError if recipe keys contradict each other, or do not fit ``data_ranks`` replicas."""
+        # ``data_ranks`` is 0 if unknown. ``**options``: command-line options to check too, by name.
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
 
@@ -110,10 +108,9 @@ def load(
     overrides: Iterable[str] | settings.Settings = (),
     environment: Mapping[str, str] | None = None,
 ) -> ResolvedRecipe:
-    """Return the recipe of the file ``path`` (None: no file), changed by ``overrides`` such as "run.steps=100".
+    """Return the recipe in the file ``path`` (None: no file), changed by ``overrides`` such as "run.steps=100".
 
-    ``environment``: environment variables, by default `os.environ`. Raises ConfigurationError for an invalid file, key
-    or value, and UsageError for an override without a value.
+    Raises ConfigurationError for an invalid file, key or value, and UsageError for an override without a value.
     """
     # A relative path, such as data.path, is relative to the file that sets it, or else to the current directory.
     environment = os.environ if environment is None else environment
@@ -213,10 +210,7 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return a hint for users to start a new run with the parameters of ``run_dir``, or "" if the model has changed.
-
-    ``contradictions`` are the texts about changed recipe keys.
-    """
+    """Return a hint for users to start another run from ``run_dir``, or "" if ``contradictions`` name a model key."""
     if any(text.startswith("model.") for text in contradictions):
         return ""
     return f"; to start another run with its parameters: --out OTHER --init-from {run_dir}"

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def degrees_equation(recipe: "Recipe", world: int) -> str:
-    """Return a text such as "8 = data 4 x pipeline 2 ..." for ``recipe``. ``world``: number of ranks.
-
-    Raises ConfigurationError if the product of the parallel degrees is not ``world``.
-    """
+    """Return an equation such as "8 = data 4 x pipeline 2". Raises ConfigurationError if ``world`` ranks do not fit."""
     grid = grid_of_recipe(recipe, world)
     if recipe.parallel.strategy == "gossip":
         from hpcdist.strategies.decentralised import gossip  # imports numpy, which is slow
@@ -47,10 +44,7 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 
 
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
-    """Return the process grid of ``recipe``, and the ranks' `Roles` (parameter server or worker) or None. Local.
-
-    The roles are None without parameter servers. Raises ConfigurationError if the recipe does not fit ``world`` ranks.
-    """
+    """Return the process grid of ``recipe`` and the ranks' `Roles` or None. Raises ConfigurationError."""
     # The roles are None without parameter servers, or if every rank computes and serves. With ``chaos``, the ranks in
     # section [chaos] are also checked.
     from hpcdist.strategies.core.grid import ProcessGrid
@@ -116,10 +110,7 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
-    """Return a list with a message if cupy is missing and a script in ``program`` needs it, else []. Local.
-
-    ``program`` is a command line. Scripts that import hpcdist.torch need cupy.
-    """
+    """Return a message, in a list, if a script in the command line ``program`` needs cupy and cupy is missing."""
     for word in program:
         if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
             return [f"{word}: tensors on GPUs need the module cupy, which {sys.executable} does not have: {_CUPY.cure}"]

@@ -53,17 +53,13 @@ def user(environment: Mapping[str, str], keys: Keys) -> Settings | None:
 def file(path: Path, what: str, keys: Keys) -> Settings:
     """Return the settings in the TOML file ``path``. Errors call it "``what`` ``path``", such as "recipe a.toml".
 
-    ``keys``: all recipe keys. Raises StorageError if the file cannot be read, and ConfigurationError if its content is
-    invalid.
+    Raises StorageError for an unreadable file, and ConfigurationError for invalid content.
     """
     return table(regular.settings(path, what), f"{what} {path}", keys, path.parent)
 
 
 def table(tree: Mapping[str, Any], source: str, keys: Keys, base: Path) -> Settings:
-    """Return the settings in the nested dict ``tree``. ``keys``: all recipe keys.
-
-    ``source``: origin of ``tree``, for error messages. ``base``: folder to which paths are relative.
-    """
+    """Return the settings in the nested dict ``tree`` from ``source``. Paths are relative to the folder ``base``."""
     settings = Settings()
     for key, value in _flattened(tree, keys):
         _add_setting(settings, key, value, source, keys, base)
@@ -82,10 +78,8 @@ def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
 
 
 def overrides(texts: Iterable[str], keys: Keys, option: str = "--set") -> Settings:
-    """Return the settings in ``texts`` ("section.name=value"; the last one counts). ``keys``: all recipe keys.
-
-    ``option``: command-line option that gave ``texts``, for error messages.
-    """
+    """Return the settings in ``texts``, each "section.name=value". The last value of a key counts."""
+    # ``option``: command-line option that gave ``texts``, for error messages.
     settings = Settings()
     for text in texts:
         key, equals, value = text.partition("=")

@@ -84,10 +84,7 @@ def _is_runnable(recipe: Recipe, ranks: int) -> bool:
 
 
 def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
-    """Return a message about ranks that died or started, the new layout, and the step to resume.
-
-    ``origin``: source of the restored state. ``seconds``: recovery time.
-    """
+    """Return a message about a change of the ranks, the new layout, the restored state, and the recovery time."""
     happened = []
     if change.lost:
         happened.append(f"rank{'s' * (len(change.lost) > 1)} {', '.join(map(str, change.lost))} died")
@@ -112,12 +109,10 @@ class Incarnation:
 
 
 class ElasticJob:
-    """One process of a job that survives rank failures.
+    """One process of a job that survives rank failures."""
 
-    ``number``: number of earlier recoveries. ``change``: last change of the training ranks, or None.
-    """
-
-    # After each change of the training ranks, the process creates a new session and training loop.
+    # ``number``: number of earlier recoveries. ``change``: last change of the training ranks, or None. After each
+    # change, the process creates a new session and training loop.
     def __init__(
         self,
         job: TrainingJob,

@@ -28,12 +28,9 @@ def train(
     limit_s: float | None = None,
     is_verbose: bool = False,
 ) -> None:
-    """Train ``recipe`` on all ranks of the launcher, then exit with the same code on all ranks. Collective.
-
-    ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``as_json``: print the summary as
-    JSON. ``limit_s``: time limit in seconds. ``is_verbose``: print more details at the start.
-    """
-    # The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
+    """Train ``recipe`` on all ranks of the launcher, then exit with the same code on all ranks. Collective."""
+    # ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``as_json``: print the summary as
+    # JSON. The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
     # `hpcdist run --survive`, it survives rank failures.
     standard_streams.tolerate()
     lock = RunLock()

@@ -83,20 +83,15 @@ class TrainingJob:
         self.run = replace(self.run, resume_from=used.path if isinstance(used, CheckpointSource) else None)
         return trainer, used
 
-    def described(self, life: int) -> dict[str, Any]:
-        """Return the data that a new process needs to join this job after a rank failure, as a dict. Local.
-
-        ``life`` is the number of recoveries of the job, including the current one.
-        """
+    def described(self, recoveries: int) -> dict[str, Any]:
+        """Return a dict of the data with which a new process joins this job after so many ``recoveries``. Local."""
+        # ``recoveries`` includes the current recovery.
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
-        return description | {"holder": self.holder, "lives": self.lives, "life": life}
+        return description | {"holder": self.holder, "lives": self.lives, "life": recoveries}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Let rank ``leader`` hold the lock of the run directory. Collective over ``everyone``, all living processes.
-
-        The keyword ``takes`` must be True on rank ``leader`` and False on the other ranks.
-        """
-        if takes:
+        """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective over ``everyone``."""
+        if takes:  # True on rank ``leader`` only
             self.lock.take_over(self.run.path, self.holder)
         self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
 
@@ -104,9 +99,8 @@ class TrainingJob:
         """Print the lines that introduce the run: layout, data, learning rate. Only rank 0 prints."""
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
-            for line in filter(None, _introduction(session, trainer, self.run, self._entropies(trainer))):
-                progress.say(line)
-            for line in filter(None, _details(trainer) if self.is_verbose else ()):
+            lines = _introduction(session, trainer, self.run, self._entropies(trainer))
+            for line in filter(None, [*lines, *(_details(trainer) if self.is_verbose else ())]):
                 progress.say(line)
 
     def progress(self, trainer: Trainer) -> ConsoleProgress:
@@ -124,10 +118,7 @@ class TrainingJob:
     def loop(
         self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
-        """Open metrics and sensors, and return the training loop. Collective.
-
-        ``protect``: function to call after each step. It copies the state to other ranks, against rank failures.
-        """
+        """Open metrics and sensors, and return the training loop. ``protect`` is called after each step. Collective."""
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
@@ -218,8 +209,8 @@ def _metrics_attributes(
     about: dict[str, float | str] = {
         "lock_step": int(trainer.exchange.traits.lock_step),
         "speed_unit": trainer.speed_unit,
+        "loss_unit": trainer.loss_unit,
     }
-    about["loss_unit"] = trainer.loss_unit
     if trainer.source.padding is not None:
         about["padding_share"] = trainer.source.padding
     return {**provenance(mpi_library=session.library), **entropy_nats, **about, **chaos}

@@ -38,11 +38,8 @@ from hpcdist.training.run.stop_requests import StepRequests, StopReason, StopReq
 
 
 def mean_validation_loss(trainer: Trainer) -> float:
-    """Return the mean loss in nats over the validation samples, or NaN if there are none. Collective.
-
-    The samples depend on data and recipe only, and are divided among the ranks. So the loss does not depend on the
-    number of ranks, apart from rounding.
-    """
+    """Return the mean loss in nats over the validation samples, or NaN if there are none. Collective."""
+    # The samples do not depend on the number of ranks, so the loss differs only by rounding.
     trainer.flush()
     computes, source = trainer.context.computes, trainer.source
     parts = trainer.recipe.run.logical_shards or trainer.grid.data
@@ -61,13 +58,10 @@ SAMPLED_STEPS: Final = 2048  # maximum number of steps to keep for medians
 
 
 class StepStatistics:
-    """Statistics of one rank's steps: the first step, sums over the later steps, and a sample of the later steps.
+    """Statistics of one rank's steps: the first step, sums over the later steps, and a sample of the later steps."""
 
-    The first step is separate because it compiles kernels and opens connections. The sample has at most `SAMPLED_STEPS`
-    random steps.
-    """
-
-    # Algorithm R of Vitter (1985). The fixed seed makes ranks with equally many steps choose the same steps.
+    # The first step compiles kernels and opens connections. The sample of `SAMPLED_STEPS` steps is drawn by algorithm R
+    # of Vitter (1985). The fixed seed makes ranks with equally many steps choose the same steps.
     def __init__(self) -> None:
         self.count = 0
         self.first: dict[str, float] = {}
@@ -137,11 +131,8 @@ class TrainingLoop:
         energy: EnergyRecorder,
         protect: Protect | None = None,
     ) -> None:
-        """Open the files of the run in ``directory``. Collective.
-
-        ``attributes``: values to store in the metrics file. ``protect``: function that copies the state to other ranks,
-        in a job that survives rank failures.
-        """
+        """Open the files of the run in ``directory``. Collective. ``protect`` copies the state to other ranks."""
+        # ``attributes``: values to store in the metrics file.
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
         rank0 = session.comm.rank == 0
@@ -168,10 +159,8 @@ class TrainingLoop:
         if rank0:
             stop_requests.consult(directory / STOP_FILE, self.checkpoint_timer.time_up)
             stop_requests.call_before_exit(partial(self.checkpoint_timer.ended, stopped=True))
-        self._held_s, self._save_s = (
-            0.0,
-            0.0,
-        )  # seconds that saves delayed steps: since the last step; last save
+        self._held_s = 0.0  # seconds that saves delayed steps since the last step
+        self._save_s = 0.0  # seconds that the last save delayed steps
         self._began = math.nan  # time at which the last save began
         self.outcome = RunOutcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()

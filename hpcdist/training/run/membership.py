@@ -20,21 +20,15 @@ JOINER: Final = ("-m", "hpcdist.training.run.entry_point")
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """Change of the training ranks. ``lost``: ranks that died. ``added``: number of new processes.
+    """Change of the training ranks of an elastic job."""
 
-    ``grown``: True if a user requested more ranks with `hpcdist grow`.
-    """
-
-    lost: tuple[int, ...] = ()
-    added: int = 0
-    grown: bool = False
+    lost: tuple[int, ...] = ()  # ranks that died
+    added: int = 0  # number of new processes
+    grown: bool = False  # True if a user requested more ranks with `hpcdist grow`
 
 
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the reaction to rank failures, one of `SURVIVE_MODES`, and the number of spare ranks. Local.
-
-    The reaction is "" if a rank failure ends the job. Raises ConfigurationError for invalid values in ``environment``.
-    """
+    """Return the reaction to rank failures (one of `SURVIVE_MODES`; "": the job ends) and the number of spare ranks."""
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
         raise ConfigurationError(f"{SURVIVE}={mode!r}; unset {SURVIVE}, or choose one of {', '.join(SURVIVE_MODES)}")
@@ -46,11 +40,9 @@ def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 class Membership:
-    """Roles of a job's processes: training ranks and spares.
+    """Roles of a job's processes, which are training ranks or spares."""
 
-    ``everyone``: communicator of all living processes. ``place``: this process's training rank, or None for a spare.
-    """
-
+    # ``everyone``: communicator of all living processes. ``place``: this process's training rank, or None for a spare.
     # ``size`` and ``wanted``: numbers of training ranks now, and after the next `fill`.
     def __init__(self, everyone: Communicator, mode: str, place: int | None, target_size: int) -> None:
         self.everyone, self.mode, self.place, self.wanted = everyone, mode, place, target_size
@@ -169,7 +161,7 @@ class Membership:
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
     """Join a job in a process that `Membership.fill` started. Collective over ``everyone``, all processes of the job.
 
-    Return the membership, the change that added this process, and the description that was passed to `fill`.
+    Return the membership, the change that added this process, and the ``description`` from `fill`.
     """
     vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]

@@ -50,12 +50,10 @@ class RankMemory:
 
 
 class StateProtection:
-    """Protection of a trainer's state against rank failures. Construction is collective.
+    """Protection of a trainer's state against rank failures. Construction is collective."""
 
-    ``life``: number of recoveries of the job. ``earlier``: states in this rank's memory from before the last recovery.
-    """
-
-    # ``earlier`` is freed after the first completed step.
+    # ``life``: number of recoveries of the job. ``earlier``: states in this rank's memory from before the last
+    # recovery, which are freed after the first completed step.
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:
         self._trainer, self._life, self._config, self._earlier = trainer, life, config, earlier
         self._done = trainer.first_step
@@ -71,13 +69,13 @@ class StateProtection:
     def keep(self, step: int, now: bool) -> None:
         """Record that ``step`` is complete. Every ``survival.every_steps`` steps, copy the state to a partner rank.
 
-        If ``now`` is True, copy at once. No copies are made if every rank has the whole state. Collective.
+        If ``now`` is True, copy at once. Collective.
         """
         self._done = step
         if step > self._trainer.first_step:
             # All ranks agreed on a step of this incarnation, so all have its state.
             self._earlier.clear()
-        if self._buddies is None:
+        if self._buddies is None:  # every rank has the whole state
             return
         every = self._config.check_every_steps
         damage = self._buddies.checked() if every and step % every == 0 else ""
@@ -114,10 +112,7 @@ def holds_whole_state(trainer: Trainer) -> bool:
 
 
 def recover_newest(comm: Communicator, memories: Sequence[RankMemory]) -> SurvivorState | None:
-    """Return the newest state that the ranks of ``comm`` can restore completely, or None. Collective over ``comm``.
-
-    ``memories`` are the states in this rank's memory, which may be from different steps.
-    """
+    """Return the newest state that all ranks can restore from their ``memories``, or None. Collective over ``comm``."""
     lives: set[int] = set().union(*comm.allgather_object({memory.life for memory in memories}))
     for life in sorted(lives, reverse=True):
         mine = next((memory for memory in memories if memory.life == life), None)

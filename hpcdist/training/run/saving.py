@@ -55,24 +55,17 @@ class CheckpointSaver:
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return an array of two flags: 1 if this rank is still writing, 1 if its last write failed; else 0. Local.
-
-        The array is empty if checkpoints are not written in the background.
-        """
-        return np.zeros(0)
+        """Return two flags of a background save, 0 or 1: this rank still writes, its last write failed. Local."""
+        return np.zeros(0)  # this saver does not write in the background
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` must be called: all ranks have written, or a rank has failed. Local.
-
-        ``sums``: result of `numbers`, summed over all ranks.
-        """
-        return False
+        """Return True if `settle` must be called. ``sums``: result of `numbers`, summed over all ranks. Local."""
+        return False  # otherwise: all ranks have written, or a rank has failed
 
     def settle(self, sums: np.ndarray) -> Path | None:
         """Commit the checkpoint in flight if possible. Return its path when it is complete, else None.
 
-        ``sums``: result of `numbers`, summed over all ranks. Raises StorageError on all ranks if a rank failed to
-        write.
+        ``sums``: result of `numbers`, summed over all ranks. All ranks raise StorageError if a rank failed to write.
         """
         return None
 
@@ -112,11 +105,9 @@ def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
 def stripe_checkpoints(
     comm: Communicator, directory: Path, config: CheckpointConfig, state_bytes: int, say: Callable[[str], None]
 ) -> None:
-    """Set the file-system striping (as of Lustre) of the checkpoint ``directory``. Collective over ``comm``.
-
-    ``state_bytes``: size of this rank's part of a checkpoint. ``say``: function that prints the result on rank 0.
-    """
-    # The directory is created if missing. A failure does not end the run.
+    """Set the file-system striping (as of Lustre) of the checkpoint ``directory``. Collective over ``comm``."""
+    # ``state_bytes``: size of this rank's part of a checkpoint. ``say`` prints the result. The directory is created if
+    # missing. A failure does not end the run.
     stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
     if not comm.broadcast_object(stripes):
         return
@@ -138,12 +129,10 @@ def stripe_checkpoints(
 
 
 class CheckpointTimer:
-    """Timer that decides when to save checkpoints, and whether the job's time is up. Local; only one rank needs it.
+    """Timer that decides when to save checkpoints, and whether the job's time is up. Local; only one rank needs it."""
 
-    ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since 1970.
-    """
-
-    # ``say`` prints a message. ``clock`` returns the time. ``starts``: writer of the journal, with the run's failures.
+    # ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since 1970. ``say`` prints a
+    # message. ``clock`` returns the time. ``starts``: writer of the journal, with the run's failures.
     def __init__(
         self,
         config: CheckpointConfig,

@@ -38,10 +38,8 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
-    """Return the end of the job in seconds since 1970: ``started`` + ``limit_s`` or Slurm's limit, the earlier one.
-
-    The result is infinite without both limits. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
-    """
+    """Return the end of the job in seconds since 1970: the earlier of ``started + limit_s`` and Slurm's limit."""
+    # The result is infinite without both limits.
     ends = math.inf if limit_s is None else started + limit_s
     job_end = environment.get(JOB_END, "")
     if job_end:
@@ -67,12 +65,10 @@ EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.I
 
 
 class StopRequests:
-    """Stop requests of this rank: from signals, from the stop file, and because the job's time is up.
+    """Stop requests of this rank: from signals, from the stop file, and because the job's time is up."""
 
-    ``stop_file``: file that requests a stop. ``ends``: end of the job, in seconds since 1970.
-    """
-
-    # A signal requests a stop at the end of a step. Before the first step, a signal can end the process at once.
+    # ``ends``: end of the job, in seconds since 1970. A signal requests a stop at the end of a step. Before the first
+    # step, a signal can end the process at once.
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
         self.ends = ends
         self._stop_file = stop_file  # only one rank checks the stop and grow files
@@ -96,10 +92,7 @@ class StopRequests:
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
-        """Request a stop as soon as the file ``stop_file`` exists or the function ``time_up`` returns True.
-
-        Call this on one rank only. Each call of `current` checks both.
-        """
+        """Request a stop once the file ``stop_file`` exists or ``time_up()`` is True. Call this on one rank only."""
         self._stop_file, self._time_up = stop_file, time_up
 
     def listen(self) -> None:
@@ -109,10 +102,7 @@ class StopRequests:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *callbacks: Callable[[], object]) -> None:
-        """Let signals end this process at once, until the method `begun` is called. Main thread only.
-
-        ``*callbacks``: functions to call before the exit, e.g. to release a lock.
-        """
+        """Let a signal end this process at once, after calls of ``*callbacks``, until `begun`. Main thread only."""
         for action in callbacks:
             self._at_once.before(action)
         self._at_once.switch(True)
@@ -122,17 +112,14 @@ class StopRequests:
         self._at_once.before(action)
 
     def begun(self) -> None:
-        """From now on, signals no longer end the process at once: they request a stop after the current step. Local."""
+        """Let signals request a stop after the current step from now on, instead of ending the process. Local."""
         if self._at_once.on:
             self._at_once.switch(False)
 
     @contextmanager
     def all_saved(self) -> Iterator[None]:
-        """Context manager for work after the last save: signals end this process at once. Local.
-
-        It has no effect without an earlier call of `starts`.
-        """
-        self._at_once.switch(self._at_once.started)
+        """Context manager for work after the last save: a signal ends this process at once. Local."""
+        self._at_once.switch(self._at_once.started)  # no effect without an earlier call of `starts`
         try:
             yield
         finally:
@@ -178,18 +165,14 @@ class StopRequests:
 
 
 class StepRequests(NamedTuple):
-    """Requests of one rank for the end of a step, or the sums of these requests over all ranks.
-
-    ``stops``: requests by `StopReason`. ``flush``: above 0, write metrics; above 1, also compare clocks. ``save``:
-    above 0, save a checkpoint. ``ranks``: number of ranks to add. ``saver``: result of `CheckpointSaver.numbers`.
-    """
+    """Requests of one rank for the end of a step, or the sums of these requests over all ranks."""
 
     # Every step sums the requests over all ranks together with its own numbers, without another message.
-    stops: np.ndarray
-    flush: float
-    save: float
-    ranks: float
-    saver: np.ndarray
+    stops: np.ndarray  # requests by `StopReason`
+    flush: float  # above 0: write metrics; above 1: also compare clocks
+    save: float  # above 0: save a checkpoint
+    ranks: float  # number of ranks to add
+    saver: np.ndarray  # result of `CheckpointSaver.numbers`
 
     def array(self) -> np.ndarray:
         """Return all requests as one flat array, to be summed over the ranks."""
@@ -236,12 +219,11 @@ _watches: Final[list[_Watch]] = []  # at most one per process
 def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
     """Return 0, or the exit code with which all ranks should save and exit. Collective: all ranks get the same result.
 
-    Call this once per iteration, from the main thread. ``margin_s``: seconds to reserve before the end of the Slurm
-    job. Code 130: Ctrl-C. Code 75 (requeue): SIGTERM, SIGHUP or SIGUSR1 on a rank, a file ``stop``, or little time
-    left. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+    Call this once per iteration, from the main thread. Code 130 means Ctrl-C. Code 75 (requeue) means a signal such as
+    SIGTERM, a file ``stop``, or less than ``margin_s`` seconds before the end of the Slurm job.
     """
-    # The first call installs signal handlers. The time is nearly up if the longest iteration until now plus
-    # ``margin_s`` would pass SLURM_JOB_END_TIME.
+    # The first call installs signal handlers, and raises ConfigurationError for an invalid SLURM_JOB_END_TIME. The time
+    # is nearly up if the longest iteration until now plus ``margin_s`` would pass SLURM_JOB_END_TIME.
     communicator = communicator_of(comm)
     if not _watches:
         _watches.append(_Watch())

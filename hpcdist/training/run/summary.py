@@ -55,11 +55,11 @@ def lock_step_throughput(
 ) -> StepThroughput:
     """Return the speed of a run in which all ranks make each step together. Local.
 
-    ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute. ``targets``: mean
-    number of targets (tokens or samples) per step.
+    ``ranks``, ``workers``: one dict of measurements per rank, and per rank that computes.
     """
-    # A step takes the time of the slowest worker. The sent bytes of a step are from the rank that sends most; the
-    # result is their median or, if ``alike`` is False, their mean over the steps.
+    # ``targets``: mean number of targets (tokens or samples) per step. A step takes the time of the slowest worker. The
+    # sent bytes of a step are from the rank that sends most; the result is their median or, if ``alike`` is False,
+    # their mean over the steps.
     if not workers[0]["count"]:
         return StepThroughput()
     slowest = [max(step_s for step_s, *_ in step) for step in zip(*map(_steady, workers), strict=True)]
@@ -81,7 +81,7 @@ def lock_step_throughput(
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
     """Return the speed of a run in which workers do not wait for each other. Local.
 
-    ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute.
+    ``ranks``, ``workers``: one dict of measurements per rank, and per rank that computes.
     """
     # The token rate is measured from the end of the first step of any worker. The step time is the median of the
     # workers' medians.
@@ -131,10 +131,8 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary of the run in ``directory`` as a dict. Unknown figures are None. Collective.
-
-    ``outcome``: result of the training loop. ``entropies``: n-gram entropies of the training text, used on rank 0.
-    """
+    """Return the summary of the run in ``directory`` as a dict. Unknown figures are None. Collective."""
+    # ``entropies``: n-gram entropies of the training text, used on rank 0.
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
     if trainer.exchange.traits.lock_step:
@@ -186,10 +184,7 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: value or None}: mean and median of the step time and of the communication fraction. Local.
-
-    ``pace``: step times. ``workers``: one dict of measurements per rank that computes, to average the fractions.
-    """
+    """Return {figure: value or None}: mean and median of the step time and of the communication fraction. Local."""
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -230,7 +225,7 @@ def _measured(trainer: Trainer, outcome: RunOutcome) -> dict[str, Any]:
         "computes": trainer.context.computes,
         "stalest": outcome.stalest,
         "dropped": outcome.dropped,
-        "shares": _shares(trainer, outcome.done),
+        "shares": None if trainer.shares is None else list(trainer.shares.of(max(0, outcome.done - 1))),
         "peak": trainer.ledger.peak,
         "held": trainer.ledger.peak_total,
         "pss": pss_bytes(),
@@ -244,15 +239,8 @@ def _targets(trainer: Trainer, outcome: RunOutcome) -> float:
     return taken * trainer.model.tokens_per_sample / max(1, outcome.done - first)
 
 
-def _shares(trainer: Trainer, step: int) -> list[int] | None:
-    return None if trainer.shares is None else list(trainer.shares.of(max(0, step - 1)))
-
-
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: value}: total and exposed seconds of gradient reductions in a step, and hidden fraction. Local.
-
-    Exposed: without computation at the same time. All are means over ``workers``, the dicts of the ranks that compute.
-    """
+    """Return {figure: mean over ``workers``}: total and exposed seconds of reductions per step, and hidden fraction."""
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
     overlap = (total_s, exposed_s, share)
@@ -272,11 +260,8 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return {transport: bytes per step on the rank that moves most}, or None without steps.
-
-    Transports are the fields of `BytesMoved`. ``sent``: value for "messages", or NaN to compute it from ``ranks``.
-    """
-    # Each value is a mean over the steps, of the rank with the largest mean.
+    """Return {transport: bytes per step on the rank that moves most}, or None without steps."""
+    # Each value is a mean over the steps, of the rank with the largest mean. ``sent`` replaces the value of messages.
     made = [rank for rank in ranks if rank["count"]]
     if not made:
         return None
@@ -294,10 +279,7 @@ def loaded_figure(ranks: Sequence[Rank]) -> int | None:
 
 
 def describe(summary: dict[str, Any], figure_lines: Sequence[str]) -> str:
-    """Return the console text of a run's ``summary``, in several lines.
-
-    ``figure_lines``: lines with the figures of the whole run, see `catalogue_lines`.
-    """
+    """Return the console text of a run's ``summary``. ``figure_lines``: lines of `catalogue_lines` to include."""
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [f"{made}, {summary['parameters']:,} parameters"]
     if summary["chaos"] is not None:
@@ -328,10 +310,7 @@ def describe(summary: dict[str, Any], figure_lines: Sequence[str]) -> str:
 
 
 def catalogue_lines(directory: Path, recipe: Recipe) -> list[str]:
-    """Return the figures of the whole run in ``directory`` as lines of text, as `hpcdist report` prints them. Local.
-
-    If its files cannot be read, the result is one line with the reason.
-    """
+    """Return the figures of the run in ``directory`` as text lines, or one line with the error that prevents it."""
     external = ExternalData(planned_steps=recipe.run.steps, costs=partial(electricity_figures, recipe.energy))
     try:
         with regular.damage(directory, regular.FIGURES):

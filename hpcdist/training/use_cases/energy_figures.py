@@ -235,7 +235,7 @@ def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
         return {"energy_j": None, "ratio": None, "jobs": [], "reason": f"{run_dir} has no ledger of jobs"}
     rows, reason = dispatch.accounts(jobs)
     energy = slurm_energy.of_rows(rows)
-    if energy.known is None:
-        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": reason or energy.lacking}
-    ratio = json_number(energy.known / total_j)
-    return {"energy_j": energy.known, "ratio": ratio, "jobs": jobs, "reason": energy.lacking or None}
+    if energy.joules is None:
+        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": reason or energy.missing_reason}
+    ratio = json_number(energy.joules / total_j)
+    return {"energy_j": energy.joules, "ratio": ratio, "jobs": jobs, "reason": energy.missing_reason or None}

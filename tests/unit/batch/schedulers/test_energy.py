@@ -153,7 +153,7 @@ def test_probe_within_a_step_is_not_counted_twice():
     probe = slurm_energy.AccountedStep("1", "COMPLETED", 50, 60, ("n1", "n2"), 100.0)
     later = slurm_energy.AccountedStep("2", "COMPLETED", 90, 120, ("n2",), 60.0)
     assert slurm_energy.of_start(job, [probe, long]) == slurm_energy.AccountedEnergy(1000.0)
-    assert slurm_energy.of_start(job, [long, later]).known == pytest.approx(1000 + 60 * 20 / 30)
+    assert slurm_energy.of_start(job, [long, later]).joules == pytest.approx(1000 + 60 * 20 / 30)
 
 
 @cases(
@@ -196,4 +196,4 @@ def test_energy_is_positive_and_at_most_the_sum_of_steps(steps):
     if not booked:
         assert result == slurm_energy.AccountedEnergy(None, slurm_energy.NOT_MEASURED)
     else:
-        assert result.known is not None and 0 < result.known <= math.fsum(booked) * (1 + 1e-9)
+        assert result.joules is not None and 0 < result.joules <= math.fsum(booked) * (1 + 1e-9)
