@@ -37,7 +37,7 @@ MOST_TEXT: Final = 1 << 20  # maximum number of characters of an attribute
 
 
 def attributes_of(file: h5py.File) -> dict[str, float | str]:
-    """Return the root attributes of ``file`` that are one number or text. Other and damaged ones are skipped."""
+    """Return the root attributes of ``file`` that are a number or a text. Damaged attributes are skipped."""
     attributes: dict[str, float | str] = {}
     for name in file.attrs:
         try:
@@ -260,7 +260,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError if ``path`` exists or cannot be written. Creates and removes a test file."""
+    """Raise StorageError if ``path`` exists or cannot be written."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove the file, or choose another --output")
@@ -280,7 +280,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous ``array`` with a dtype that HDF5 supports: bfloat16 is viewed as uint16."""
+    """Return a contiguous ``array`` in a dtype that HDF5 supports: bfloat16 becomes uint16."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -298,8 +298,7 @@ def write_contiguous(
 ) -> dict[str, int]:
     """Write ``datasets`` to a new HDF5 file, and fsync it. Return {dataset name: byte offset of its elements}.
 
-    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError, and leaves
-    no file.
+    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError.
     """
     path = Path(path)
     try:

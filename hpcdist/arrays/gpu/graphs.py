@@ -31,16 +31,12 @@ _SUMS_IN_FLOAT32, _SUMS_IN_TF32, _BEST = 68, 77, -1
 
 
 class Matrices(NamedTuple):
-    """One matrix, or several matrices of equal shape, in one GPU array.
-
-    ``leading``: distance in elements between rows (between columns if ``by_columns``). ``pitch``: distance in elements
-    between the starts of consecutive matrices.
-    """
+    """One matrix, or several matrices of equal shape, in one GPU array."""
 
     array: Any
-    leading: int
+    leading: int  # elements from one row (column if `by_columns`) to the next
     by_columns: bool = False
-    pitch: int = 0
+    pitch: int = 0  # elements from one matrix to the next
 
 
 class Cublas:
@@ -94,7 +90,7 @@ def _loaded(library: str) -> str:
 
 
 class GraphRecorder:
-    """Recorder of a function's GPU kernels as a CUDA graph. Launch all graphs of a recorder on the same stream."""
+    """Recorder of a function's GPU kernels as CUDA graphs. Launch all of its graphs on the same stream."""
 
     # All graphs share one memory pool.
     def __init__(self) -> None:
