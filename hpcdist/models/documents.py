@@ -15,10 +15,7 @@ from hpcdist.errors import DataError
 
 
 class PackedTokens(ArrayGroup):
-    """Micro-batch of packed documents: tokens, their positions in documents, and numbers of tokens before the padding.
-
-    Tokens are on the compute device, positions and numbers of tokens on the host.
-    """
+    """Micro-batch of packed documents: tokens on the compute device, and document positions on the host."""
 
     @classmethod
     def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
@@ -33,7 +30,7 @@ class PackedTokens(ArrayGroup):
 
 @dataclass(frozen=True)
 class Documents:
-    """Position of each token of a micro-batch in its document, from 0."""
+    """Documents of a packed micro-batch, made from the position of each token in its document."""
 
     whole: np.ndarray  # of every token, (samples, context), on the host
     places: Array = field(repr=False)  # of this rank's tokens, (samples, local tokens), on the compute device
@@ -41,7 +38,7 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """One list per sample: the start positions of its documents and, as the last item, the length of the sample."""
+        """For each sample, the start positions of its documents, and then the length of the sample."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
@@ -76,7 +73,7 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
     """Return this rank's tokens of the micro-batch ``x``, and their `Documents` (None if ``x`` is not packed).
 
-    ``cut(array)``: function that returns this rank's columns. Raises DataError for an invalid sample.
+    ``cut(array)`` returns this rank's columns of an array. Raises DataError for an invalid sample.
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None

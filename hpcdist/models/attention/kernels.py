@@ -21,11 +21,10 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    """Overwrite a tile of attention scores s with ``exp(scale (s - top))``. Call this for a row's tiles in order.
+    """Overwrite a tile of attention scores s with exp(scale (s - top)). Call this for a row's tiles in order.
 
-    ``s``: scores of shape (heads, queries, keys). ``tile``: first row and visible keys. ``top``, ``total``: running
-    maximum and sum of each row. ``shrink``: receives exp(scale (old top - new top)), by which the caller must multiply
-    earlier output rows.
+    ``s``: scores of shape (heads, queries, keys). ``top``, ``total``: running maximum and sum of each row. ``shrink``
+    receives exp(scale (old top - new top)), by which the caller must multiply the earlier output.
     """
     # Hidden keys become 0. The shapes are (all pairs, all rows) of `top` and `total`, and (pairs, rows) of `shrink`. A
     # pair is a sample and a head. The first tile leaves `shrink` unchanged.
@@ -135,7 +134,7 @@ for _softmax_dtype in SAMPLE_DTYPES:
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
     """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y.
 
-    ``heads``: number of heads. ``pair``, ``first``: number of the block's first (sample, head) pair and token.
+    ``pair``: number of the block's first (sample, head) pair. ``first``: number of its first token.
     """
     # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first + i.
     if is_device(y):
@@ -145,10 +144,9 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide a block of the attention output y, of shape (batch, context, columns), by its softmax sums.
+    """Divide a block of the attention output y, of shape (batch, context, columns), by its softmax sums ``total``.
 
-    The sums are ``total[pair : pair + pairs, first : first + rows]``: (sample, head) pairs and tokens. ``heads``:
-    number of heads.
+    ``pair``, ``first``: first (sample, head) pair and first token of the block. ``pairs``, ``rows``: their numbers.
     """
     if is_device(y):
         size = y.shape[2] // heads
@@ -160,10 +158,7 @@ def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, ro
 
 
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
-    """Write the sum of dy * y over each head's columns to ``out``, of shape (batch * heads, tokens).
-
-    ``heads``: number of heads in the columns of y.
-    """
+    """Write the sum of dy * y over the columns of each head to ``out``, of shape (batch * heads, tokens)."""
     if is_device(y):
         batch, context, width = y.shape
         rows = batch * context * heads
@@ -177,8 +172,7 @@ def accumulate(
 ) -> None:
     """Sum ``part`` over groups of ``groups`` query heads. Write the sums to ``target``, or add them if ``add``.
 
-    ``heads``: number of key heads in ``target``, from ``column`` on. ``pair``: number of the first (sample, key head)
-    pair to write. ``first``: number of the first token to write.
+    ``target`` has ``heads`` key heads from ``column`` on. ``pair``, ``first``: first (sample, key head) pair and token.
     """
     # `part` has the shape (pairs * groups, rows, head size), `target` (batch, context, columns).
     if is_device(target):

@@ -24,8 +24,7 @@ def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
     """Choose experts for each token: write expert indices to ``chosen`` and weights to ``gates``. On a GPU.
 
-    ``bias``: float64 per expert, added to the scores for the choice only. ``sigmoid``: True for sigmoid scores, False
-    for a softmax.
+    ``bias``: float64 per expert, added to the scores for the choice only. ``sigmoid``: False for softmax scores.
     """
     # The experts with the largest sums of score and `bias` are chosen.
     tokens, experts = logits.shape
@@ -34,7 +33,7 @@ def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Arra
 
 
 def count(chosen: Array, runs: Array, counts: Array) -> None:
-    """Count in ``counts[s, r, e]`` the choices of expert e by the tokens in range ``runs[s, r]``. On a GPU.
+    """Write to ``counts[s, r, e]`` the number of tokens in the range ``runs[s, r]`` that chose expert e. On a GPU.
 
     ``chosen[t, j]``: choice j of token t. ``runs[s, r]``: range r [first, end) of tokens of sample s.
     """
@@ -56,7 +55,7 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
 def choose_backward(
     logits: Array, chosen: Array, gates: Array, dgates: Array, sigmoid: bool, runs: Array, table: Array, figures: Array
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add statistics to the sums ``figures``. On a GPU.
+    """Overwrite the router ``logits`` with their gradient, and add loss statistics to ``figures``. On a GPU.
 
     Arguments: as for `hpcdist.models.experts.router.gradient_of_logits`, and ``sigmoid`` as for `choose`.
     """
@@ -93,10 +92,9 @@ def _collect(rows: Array, places: Array, gates: Array, y: Array, *, gated: bool)
 
 
 def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates: Array) -> None:
-    """Overwrite the expert outputs ``rows`` with their gradient. On a GPU.
+    """Overwrite the expert outputs ``rows`` with their gradient, and write the gradient of ``gates`` to ``dgates``.
 
-    ``dy``: gradient of the layer's output. ``places[t, j]``: row for choice j of token t, or -1 if dropped. ``dgates``
-    receives the gradient of ``gates``.
+    ``dy``: gradient of the layer's output. ``places[t, j]``: row for choice j of token t, or -1 if dropped. On a GPU.
     """
     _by_warps("collect_backward", places.size, dy, places, gates, rows, dgates, places.size, places.shape[1],
               rows.shape[1], real=rows.dtype)  # fmt: skip

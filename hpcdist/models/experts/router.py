@@ -31,7 +31,7 @@ EXTRA: Final = 4  # entries of `RouterState.seen` after the loads: dropped choic
 
 
 class RouterState:
-    """Load-balancing biases and statistics of the routers of all layers. Local."""
+    """Load-balancing biases and statistics of the routers of all layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.experts, self.per_token = config.experts, config.experts_per_token
@@ -53,7 +53,7 @@ class RouterState:
         return bias[layer - self.first_layer]
 
     def figures_of(self, layer: int, like: Array) -> Array:
-        """Return a view of ``layer``'s entropy, balance loss and z loss, summed over tokens, on ``like``'s device."""
+        """Return a view of the statistics of ``layer``: entropy, balance loss and z loss, summed over tokens."""
         if not is_device(like):
             return self.seen_of(layer)[self.experts + 1 :]
         if self._figures_there is None:
@@ -88,7 +88,7 @@ class RouterState:
         return {"router_bias": self.bias.tolist()} if self.rate or self.bias.any() else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the biases from a result of the method `state`. Ignore biases of a model with other sizes."""
+        """Restore the biases from a result of `state`. Biases of a model with other sizes are ignored."""
         rows = state.get("router_bias", [])
         if [len(row) for row in rows] == [self.experts] * len(self.bias):
             self.bias[...] = rows
@@ -111,7 +111,7 @@ def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -
 
 
 def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
-    """Return the number of tokens sent to each expert from each range: int32 (samples, ranges, experts).
+    """Return the number of choices of each expert by the tokens of each range: int32 (samples, ranges, experts).
 
     ``chosen``: expert indices of shape (tokens, k). ``runs``: int64 token ranges [first, end) without padding, of shape
     (samples, ranges, 2). ``experts``: number of experts.
