@@ -30,10 +30,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileStore(FlatStore):
-    """1-D array of model tensors in an unnamed file in ``directory``, initially zeros.
-
-    The operating system deletes the file when the process ends. Raises StorageError if the disk is full.
-    """
+    """1-D array of model tensors in a temporary file in ``directory``. Raises StorageError if the disk is full."""
 
     # `range` returns no view: use `read` and `write`.
     def __init__(

@@ -40,10 +40,7 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create the cache directory of compiled kernels, or one in /tmp or /dev/shm. Return False if all fail.
-
-    Raises MissingCapabilityError if other users can access the directory.
-    """
+    """Create the cache directory of compiled kernels, or one in /tmp or /dev/shm. Return False if all fail."""
     global _prepared
     chosen, sources = os.environ.get("NUMBA_CACHE_DIR"), _digest_of_sources()
     if _prepared is not None and _prepared == chosen:
@@ -223,10 +220,7 @@ class Kernel:
         return self._inner
 
     def address(self, *types: str) -> int:
-        """Compile this kernel as a C function without result, and return its address for `intrinsics.call`.
-
-        ``*types``: numba names of the C function's argument types. A trailing ``*`` marks a pointer.
-        """
+        """Return the address of this kernel as a C function with argument types ``*types``, for `intrinsics.call`."""
         with _lock:
             if types not in self._exported:
                 is_cached = prepare_cache()

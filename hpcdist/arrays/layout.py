@@ -48,10 +48,7 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one tensor-parallel rank's shard of this tensor.
-
-        ``along``: range of the shard in the split dim. ``longest``: length of the longest shard in this dim.
-        """
+        """Return the spec of the shard ``along``, a range of the split dim. ``longest``: length of the longest one."""
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
         box = tuple((along.start, along.stop) if dim == self.cut else (0, size) for dim, size in enumerate(self.shape))
@@ -130,10 +127,7 @@ class Layout:
         return units
 
     def part_of(self, layer: int, portion: str) -> Range:
-        """Return the range of ``layer`` in the flat parameter array, including padding.
-
-        ``portion``: "expert" for the layer's expert tensors, "dense" for its other tensors, "" for all.
-        """
+        """Return the range of ``layer``, or of its "expert" or "dense" tensors, in the flat parameter array."""
         unit = self.units[layer]
         if not portion:
             return unit

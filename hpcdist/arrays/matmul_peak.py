@@ -46,10 +46,7 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the speed of matrix products in flop/s, measured for at least ``seconds`` seconds. Local.
-
-    ``on``: "cpu" or "gpu". ``side``: rows and columns of the square matrices, or 0 for the default.
-    """
+    """Return the measured speed of products of matrices with ``side`` rows and columns, in flop/s. Local."""
     # The fastest of at least 3 products. A product counts as 2 n^3 operations, n = ``side``.
     product = MatrixProduct(dtype, on, side)
     product.run()  # touch the pages, start the threads

@@ -46,10 +46,9 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return the part of a tensor that the 1-D ``array`` holds, as a `Piece`.
+        """Return the elements of a tensor that the 1-D ``array`` holds, as a `Piece` of the state ``kind``.
 
-        ``kind``: state name, such as "optimizer.m". ``segment``: the tensor and its range in the flat parameter array.
-        ``touched``: the range of the flat parameter array that ``array`` holds.
+        ``segment``: the tensor and its flat range. ``touched``: the flat range that ``array`` holds.
         """
         spec = segment.spec
         shape = spec.whole or spec.shape
@@ -57,10 +56,7 @@ class Piece:
 
     @classmethod
     def whole(cls, kind: str, tensor: str, array: Array) -> "Piece":
-        """Return the `Piece` of a contiguous ``array`` that holds the whole ``tensor``.
-
-        ``kind``: name of the state, such as "parameters" or "optimizer.m".
-        """
+        """Return the `Piece` of a contiguous ``array`` that holds the whole ``tensor`` of the state ``kind``."""
         return cls(kind, tensor, array.shape, whole_box(array.shape), Range(0, array.size), array.reshape(-1))
 
     @property
@@ -75,9 +71,9 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the runs of consecutive elements, in a tensor of shape ``shape``, that a `Piece` holds.
+    """Return the runs of consecutive tensor elements in a ``box``, a (start, stop) pair per dim.
 
-    ``box``: region of the tensor, (start, stop) per dim. ``flat``: held elements of the flattened region.
+    ``flat``: selected elements of the flattened box.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.

@@ -46,10 +46,7 @@ def philox(
 
 
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
-    """Return the four Philox random words for a counter, as integers or as uint64 arrays.
-
-    ``counter``: four words, integers or arrays with one element per counter. ``key``: two words.
-    """
+    """Return the four Philox random words of a four-word ``counter`` and a two-word ``key``, as ints or arrays."""
     a, b, c, d = counter
     k, m = key
     for _ in range(ROUNDS):

@@ -48,10 +48,7 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as arrays of ``xp``.
-
-    ``xp``: numpy or cupy. Levels are indices of bin edges, evenly spaced in magnitude.
-    """
+    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as numpy or cupy arrays."""
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
     at[0] = 0.0

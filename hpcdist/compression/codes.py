@@ -154,10 +154,7 @@ def folded(sums: Any) -> Any:
 
 @jit
 def norm(values: Any, squares: Any) -> Any:
-    """Return the 2-norm of the block ``values`` as float32, in a compiled kernel.
-
-    ``squares``: float64 scratch buffer. Its size must be a power of two, at least the size of ``values``.
-    """
+    """Return the 2-norm of ``values`` as float32, in a compiled kernel. ``squares``: float64 scratch buffer."""
     for j in range(values.size):
         wide = np.float64(values[j])
         squares[j] = wide * wide
@@ -181,10 +178,7 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 
 
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
-    """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
-
-    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm). ``width``: a power of two, at least the row length.
-    """
+    """Return the float32 scale of each row of ``rows``: its largest magnitude (MAXIMUM) or 2-norm (NORM)."""
     xp = namespace(rows)
     if kind == MAXIMUM:
         return xp.absolute(rows).max(axis=1)

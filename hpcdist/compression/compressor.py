@@ -78,10 +78,7 @@ class Compressor(ABC):
         """Return the payload size in bytes for ``n`` values, or an upper bound if the size depends on the values."""
 
     def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress the float32 array ``values``, of shape (n,), into ``payload``.
-
-        ``payload``: uint8 of shape (payload_bytes(n),). ``key``: random stream, different in every call.
-        """
+        """Compress the float32 ``values`` of shape (n,) into ``payload``. ``key``: a new random stream per call."""
         self.check(values, payload)
         if values.size:
             self._encode(values, payload, key)
@@ -188,19 +185,13 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
-        """Compress ``gradient`` plus the residual of the parameter range ``where`` into ``payload``.
-
-        The compression error becomes the new residual of the range. ``key``: random stream of ``compressor``.
-        """
+        """Compress ``gradient`` plus the residual of the range ``where``, and keep the error as the new residual."""
         compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Add ``gradient`` to the residual of the parameter range ``where``, in place. Return a view of the sum.
-
-        The caller must subtract the values that the payload encodes from this view.
-        """
+        """Return ``gradient`` plus the residual of the range ``where``. The caller must subtract what it sends."""
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
             raise UsageError(

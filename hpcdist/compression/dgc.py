@@ -31,10 +31,7 @@ def density_at(stage: int, final: float) -> float:
 
 
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
-    """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``).
-
-    ``norm_squared``: square of the norm. ``limit`` 0 means no limit.
-    """
+    """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``). 0 means no limit."""
     # `norm_squared` is the square of the norm. `limit` 0 means no limit.
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(

@@ -46,14 +46,11 @@ def create(
     name: str,
     described: Sequence[Column],
     *,
-    second: str = "",
-    width: int = 0,
+    second: str = "",  # name of the second dimension of 2-D columns
+    width: int = 0,  # its length
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create the table ``name`` with the columns ``described``. The first column is the HDF5 scale of the rows.
-
-    ``second``: name of the second dimension of 2-D columns. ``width``: its length.
-    """
+    """Create the table ``name`` with the columns ``described``, the first of which is the scale of the rows."""
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
     for column in described:
@@ -112,10 +109,7 @@ def shorten(file: h5py.File, name: str, rows: int) -> None:
 
 
 def read(file: h5py.File, name: str, max_rows: int | None = None) -> dict[str, np.ndarray]:
-    """Return {column name: first ``max_rows`` rows (None: all)} of the table ``name``.
-
-    All arrays are as long as the shortest column. Raises h5py's errors for a damaged file.
-    """
+    """Return {column name: first ``max_rows`` rows (None: all)} of the table ``name``."""
     datasets = columns(file, name)
     lengths = [dataset.shape[0] for dataset in datasets.values()]
     length = min(lengths if max_rows is None else [max_rows, *lengths])

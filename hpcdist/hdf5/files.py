@@ -62,16 +62,13 @@ class Blocks(Protocol):
         """Data type of the elements, which HDF5 must support."""
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield all elements as 1-D arrays, each valid until the next iteration.
-
-        ``offset``: byte offset of the first element in the file, for alignment to pages.
-        """
+        """Yield all elements as 1-D arrays, each valid until the next one. ``offset``: byte offset in the file."""
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
-    """Open the HDF5 file ``path`` for reading. The caller must close it. Raises StorageError.
+    """Open the HDF5 file ``path`` for reading, with this ``schema``, if any, in at most this ``version``.
 
-    If ``schema`` is given, the file must have this schema, in at most this ``version``.
+    The caller must close the file. Raises StorageError.
     """
     path = Path(path)
     if not path.is_file():

@@ -176,10 +176,7 @@ class Overlay(io.RawIOBase):
         return self._size
 
     def commit(self, *, wait: bool = True) -> None:
-        """Write the changes to the disk. If this raises OSError, the file is unchanged.
-
-        If ``wait`` is False, call `fsync` afterwards.
-        """
+        """Write the changes to the disk. If this raises OSError, the file is unchanged. ``wait``: also call `fsync`."""
         if self._failure is not None:
             raise self._failure
         before = -(-self._original // PAGE_BYTES)  # first page that needs new disk space

@@ -135,10 +135,7 @@ class Convolution(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output for x. Both have the shape (batch, height, width, channels).
-
-        Raises UsageError for pictures of another size.
-        """
+        """Return the output for pictures x. Both have the shape (batch, height, width, channels)."""
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):
                 raise UsageError(

@@ -123,10 +123,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer block for ``context`` tokens per sample.
-
-    ``documents``: mean number of query-key pairs of packed samples, or None if samples are not packed.
-    """
+    """Return FLOPs, parameters and memory of a transformer block. ``documents``: query-key pairs of packed samples."""
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
     grouped = config.kv_width != hidden
@@ -251,10 +248,7 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convolution and the norm after it.
-
-    ``before``, ``after``: input and output (height, width, channels). ``statistics``: result of `norm_statistics`.
-    """
+    """Return FLOPs, parameters and memory of a convolution from shape ``before`` to shape ``after``, with its norm."""
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
     y = KeptArray(prod(after))
@@ -308,10 +302,7 @@ class Counts:
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
-        """Return the largest activation memory of a micro-batch of ``samples`` samples, in bytes.
-
-        ``itemsize``: bytes per element. ``recompute``: True if all stages but the first and the last recompute.
-        """
+        """Return the largest activation memory of a micro-batch of ``samples`` samples, in bytes."""
         names = {name for unit in self.units for name in unit.scratch}
         scratch = sum(
             max(unit.scratch[name].of(samples) for unit in self.units if name in unit.scratch) for name in names
@@ -321,10 +312,7 @@ class Counts:
 
 
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
-    """Return the largest number of activation elements in memory per sample, with recomputation.
-
-    ``units``: the counts of each stage. The first and the last stage do not recompute.
-    """
+    """Return the largest number of activation elements per sample, if inner stages recompute their activations."""
     free: list[int] = []
     total = 0
 
@@ -364,10 +352,7 @@ class InputSizes(TypedDict, total=False):
 
 
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return the number of parameters, the FLOPs and the memory of the model that ``config`` describes.
-
-    The keyword arguments are fields of `InputSizes`, such as ``context``, the number of tokens of a text sample.
-    """
+    """Return the number of parameters, the FLOPs and the memory of the model. Keyword arguments: see `InputSizes`."""
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":

@@ -19,10 +19,7 @@ class PackedTokens(ArrayGroup):
 
     @classmethod
     def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
-        """Return the packed micro-batch of ``tokens``. ``places``: position of each token in its document, from 0.
-
-        ``filled``: number of tokens before the padding of each sample, or None without padding.
-        """
+        """Return a packed micro-batch. ``places``: positions in documents. ``filled``: tokens before the padding."""
         # both (samples, context); numbers of tokens: (samples,)
         assert tokens.shape == places.shape
         return cls((tokens, places, np.full(len(places), places.shape[1]) if filled is None else filled))
@@ -48,10 +45,7 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return this rank's range of rows [first, end) for each document of sample number ``sample``.
-
-        ``pieces``: (first row, end row, token position in the sample) of each local range.
-        """
+        """Return this rank's range of rows [first, end) for each document of sample number ``sample``."""
         rows = [_row(place, pieces) for place in self.borders[sample]]
         # A document without tokens on this rank has an empty range.
         return list(zip(rows, rows[1:], strict=False))
@@ -71,10 +65,7 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
-    """Return this rank's tokens of the micro-batch ``x``, and their `Documents` (None if ``x`` is not packed).
-
-    ``cut(array)`` returns this rank's columns of an array. Raises DataError for an invalid sample.
-    """
+    """Return this rank's tokens of ``x``, selected by ``cut(array)``, and their `Documents` (None if not packed)."""
     if not isinstance(x, PackedTokens):
         return cut(x), None
     tokens, places, filled = x.arrays

@@ -134,10 +134,7 @@ class Model:
         return _views(self.stages[unit], self._stores(store_of))
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
-        """Return views of stage ``unit``'s gradients. ``store_of(layer)`` returns the gradient store of a layer.
-
-        ``written``: keys of the tensors whose gradients this step has already written.
-        """
+        """Return views of the gradients of stage number ``unit``. ``written``: keys of already written gradients."""
         # All stages of a rank share the set `written`.
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
@@ -194,10 +191,7 @@ class Model:
         arena: Arena,
         microbatch: int = 0,
     ) -> None:
-        """Run the backward pass of all stages after `forward` and ``loss.forward``, and release the activations.
-
-        ``scale``: factor of the loss. ``arena``, ``microbatch``: as in `forward`.
-        """
+        """Run the backward pass of all stages for ``scale`` times the loss, and release the activations."""
         # `Gradients.begin_step` of every stage must precede the first backward pass of a step, and `Gradients.finish`
         # must follow the last one.
         last = arena.saved(self.stages[-1].layer, microbatch)

@@ -27,10 +27,7 @@ from hpcdist.models.stage import (
 
 
 def with_recomputation(model: Model) -> Model:
-    """Return a copy of ``model`` whose stages recompute their activations in the backward pass.
-
-    The first stage, the last stage and stages with skip connections do not recompute.
-    """
+    """Return a copy of ``model`` whose inner stages recompute their activations in the backward pass."""
     recomputing = copy.copy(model)
     last, joined = len(model.stages) - 1, {unit for pair in model.skips for unit in pair}
     recomputing.stages = tuple(

@@ -180,10 +180,7 @@ class AttentionOperation(Protocol):
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv) if ``kv`` was passed to `forward`.
-
-        ``keep``: False if later calls may overwrite the results.
-        """
+        """Return the gradient of qkv, or of (queries, kv). Unless ``keep``, later calls overwrite the result."""
 
 
 class ActivationOperation(Protocol):
@@ -192,10 +189,7 @@ class ActivationOperation(Protocol):
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
-
-        x must not change until backward. ``bias`` is first added to x. ``name``: unique name in ``saved``.
-        """
+        """Return "gelu" (tanh form), "relu" or "swiglu" of x plus ``bias``. x must not change until backward."""
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
         """Return the input gradient for the output gradient dy. The result overwrites the input x in ``saved``."""
@@ -205,10 +199,7 @@ class DropoutOperation(Protocol):
     """Interface of dropout. The draw and the layer of ``saved`` determine the masks."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Set elements of x, of shape (samples, ..., columns), to 0 with probability ``rate``, in place. Return x.
-
-        ``site``: number of this dropout call in its layer, a constant of `models.layers.dropout`.
-        """
+        """Set elements of x to 0 with probability ``rate``, in place. ``site``: number of the call in its layer."""
 
     def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
         """Return the input gradient for the output gradient dy. ``rate`` and ``site`` must be as in `forward`."""
@@ -238,10 +229,7 @@ class ExpertsOperation(Protocol):
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the forward pass of the experts. Return a function that completes the pass and returns the output.
-
-        x: (batch, context, hidden), unchanged until that call. ``activation``: used between an expert's linear layers.
-        """
+        """Start the experts' forward pass for x (batch, context, hidden). Return a function that returns the output."""
 
     def begin_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
@@ -373,10 +361,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 
 
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of a linear layer whose weight and bias are sharded by outputs.
-
-    ``*outputs``: number of outputs, or (n, outputs per layer) for n stacked layers.
-    """
+    """Return the tensor specs of a linear layer that is sharded by outputs. ``*outputs``: output dims of the weight."""
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
     weight = TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last, stacked=stacked)

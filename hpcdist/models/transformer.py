@@ -63,10 +63,7 @@ class TokenEmbedding(DeclaredStage):
             draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return embeddings of shape (batch, context, hidden) for integer tokens x of shape (batch, context).
-
-        Raises UsageError if samples have more tokens than the model has learned positions.
-        """
+        """Return embeddings (batch, context, hidden) for integer tokens x (batch, context)."""
         context = x.shape[1]
         if self.learned and context > self.context:
             raise UsageError(

@@ -84,10 +84,7 @@ class SegmentWise(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Start the update of the weights ``master`` in the flat range ``piece``. `apply` completes the update.
-
-        The mean gradient is ``scale`` times ``gradient``.
-        """
+        """Start the update of the weights ``master`` in the flat range ``piece``, with ``scale`` times ``gradient``."""
         # All calls of an update have the same scale, and their ranges together contain each owned element once. If
         # `needs_norms` is true, this call overwrites ``gradient`` with the update direction. Otherwise, ``gradient``
         # must not change before `apply`.
@@ -156,10 +153,7 @@ class SegmentWise(ABC):
 
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
-    """Return {tensor name: parameter group} for the tensors that belong to a group of ``config``.
-
-    Raises ConfigurationError if a group has no tensor.
-    """
+    """Return {tensor name: parameter group}. Raises ConfigurationError if a group of ``config`` has no tensor."""
     groups = config.parsed_groups
     group_of: dict[str, ParameterGroup] = {}
     for key in (segment.key for segment in layout.segments) if groups else ():

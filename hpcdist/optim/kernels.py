@@ -49,10 +49,7 @@ def launch_adam_direction(
     tensors: TensorOptions,  # weight decays
     *scalars: float,  # factor of the gradient, the six results of `moment_factors`, epsilon
 ) -> None:
-    """Update Adam's m and v on a GPU, and write the update direction (without learning rate) to ``step``.
-
-    ``partial``: result of `partial_sums`, to which the squares of ``weights`` and ``step`` are added.
-    """
+    """On a GPU, update m and v, write the Adam update to ``step``, and add squares to the sums ``partial``."""
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
 

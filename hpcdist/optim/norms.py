@@ -102,10 +102,7 @@ _WIDEN = 1 << 14  # 16-bit elements to widen at a time: 64 KiB of float32 fit in
 def sum_of_squares(
     store: FlatStore, parts: Range | Sequence[Range] | None = None, watched: Sequence[Range] = ()
 ) -> float:
-    """Return the float64 sum of squares of ``store`` in the flat ranges ``parts``, by default all, without padding.
-
-    A non-finite element in the ranges ``watched`` makes the result NaN.
-    """
+    """Return the sum of squares in the flat ranges ``parts``, or NaN if the ranges ``watched`` are not finite."""
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
     if watched:
@@ -161,10 +158,7 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 
 
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
-    """Return the factor that clips a gradient to the norm ``limit`` (0: no limit).
-
-    ``norm_squared``: squared norm over all ranks. Raises NonFiniteError if the norm is not finite.
-    """
+    """Return the factor that clips a gradient norm to ``limit`` (0: no limit). Raises NonFiniteError."""
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
             f"the squared norm of the gradient is {norm_squared}, but must be finite; "

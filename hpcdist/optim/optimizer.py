@@ -226,10 +226,7 @@ def build(
     on: str = "cpu",  # device of the state, "cpu" or "gpu"
     make_slot: Callable[[str], FlatStore] | None = None,  # allocates a state vector such as "m"
 ) -> SegmentWise:
-    """Return a new optimizer ``config.name`` for the flat ranges ``parts``, with zero state.
-
-    Raises UsageError unless ``dtype``, of the master weights, is float32 or float64.
-    """
+    """Return a new optimizer ``config.name`` with master weights of ``dtype`` in the flat ranges ``parts``."""
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot
     )

@@ -117,10 +117,7 @@ class NoiseEstimate:
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Estimate the gradient noise from the squared norms of the mean gradients of a small and a big batch.
-
-    ``inverse_small``: 1 / (samples of the small batch). ``big``: samples of the big batch.
-    """
+    """Estimate the gradient noise from the squared norms of the mean gradients of a small and a big batch."""
     # The mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two sizes b < B give
     # unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
     #     tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B);  |G|^2 = |g_B|^2 - tr(Sigma) / B

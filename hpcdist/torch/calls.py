@@ -309,10 +309,7 @@ def ranges(sizes: Sequence[int]) -> list[Range]:
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return the element range of ``tensor`` for each rank, for an all-to-all of rows.
-
-    ``sizes``: number of rows for each rank, or None to split evenly. ``which``: "input" or "output", for errors.
-    """
+    """Return the element range of ``tensor`` for each rank. ``sizes``: rows per rank, or None to split evenly."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
         if rows % ranks:
@@ -332,10 +329,7 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 
 
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
-    """Raise UsageError if ``output`` and ``source`` have different dtypes, or ``expected`` differs from ``actual``.
-
-    ``expected``, ``actual``: element counts. ``name``: the collective, for the error message.
-    """
+    """Raise UsageError unless the tensors have one dtype, and ``expected`` equals the ``actual`` element count."""
     if output.dtype != source.dtype:
         raise UsageError(f"the output of {name} is {output.dtype}, but the input is {source.dtype}; use one dtype")
     if expected != actual:

@@ -100,10 +100,7 @@ def _await_parent() -> None:
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
-    """Start the event recorder, and the energy measurement if requested. Collective.
-
-    ``timeout``: deadline of each operation. Return a function that all ranks must call at the end of the program.
-    """
+    """Start the event recorder. Return a function that all ranks must call at the end of the program. Collective."""
     record(world, timeout.total_seconds())
     program = ExitStack()
     if os.environ.get("MASTER_PORT") in _ports:

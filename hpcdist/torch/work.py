@@ -97,10 +97,7 @@ class Work(dist.Work):
             future.set_result(list(self._result))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the operation and return True. Raise the operation's error if it failed.
-
-        For GPU tensors, the current CUDA stream waits instead of the host. Raises DeadlineError after ``timeout``.
-        """
+        """Wait for the operation and return True. Raises the operation's error, or DeadlineError after ``timeout``."""
         # The timeout of collectives needs MPI_THREAD_MULTIPLE, and is ignored otherwise.
         if not self.done:
             self._complete(timeout)

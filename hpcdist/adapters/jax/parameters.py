@@ -161,10 +161,7 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Group a model's functions into stages, and return a list of function indices for each stage.
-
-    ``leaves``: the parameter arrays of each function. Raises UsageError if no function has parameters.
-    """
+    """Group a model's functions into stages: return the indices of the functions of each stage."""
     # Each function with params starts a stage. A function without params joins the stage before it, or the first stage.
     groups: list[list[int]] = []
     leading: list[int] = []

@@ -124,10 +124,7 @@ class StageFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
-        """Wrap the user function ``call``, whose params have the pytree structure ``tree``.
-
-        ``where``: name of the function in error messages. Raises UsageError unless it has 2 or 3 required arguments.
-        """
+        """Wrap the user function ``call``. Raises UsageError unless it has 2 or 3 required arguments."""
         if not callable(call):
             raise UsageError(f"the function of {where} is a {type(call).__name__}; give a function (params, x) -> y")
         required = [

@@ -106,10 +106,7 @@ def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
-    """Context manager that seeds PyTorch's random generators, and restores their states at exit.
-
-    The seed depends on ``draw`` and on the number ``layer``. ``where``: the device of the generator.
-    """
+    """Context manager that seeds PyTorch's random generators with ``draw`` and ``layer``, and restores them at exit."""
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])
     seed = int(words.generate_state(1, np.uint64)[0])

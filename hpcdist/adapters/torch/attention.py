@@ -60,10 +60,7 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 
 
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
-    """Return the positions in the sample of this rank's ``tokens`` tokens, as int64 of shape (tokens,). Local.
-
-    Raises UsageError if this rank does not have ``tokens`` tokens per sample.
-    """
+    """Return the positions in the sample of this rank's ``tokens`` tokens, as int64 of shape (tokens,). Local."""
     torch, cut = library(), CURRENT.get()
     if cut is None:
         return torch.arange(tokens, device=device)

@@ -55,10 +55,7 @@ class TorchLoss(Loss):
         self._cut: SampleCut | None = None
 
     def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return a copy of this loss for this rank's tokens ``cut`` only.
-
-        Raises ConfigurationError unless the loss has one prediction per token.
-        """
+        """Return a copy of this loss for this rank's tokens ``cut``. Needs one prediction per token."""
         if self._tokens != cut.whole:
             raise ConfigurationError(
                 f"parallel.context needs a loss with one prediction per token, but the loss has {self._tokens} "
@@ -196,10 +193,7 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets.
-
-    ``node``: last autograd node of the loss. ``predictions``: number of targets, ignored targets included.
-    """
+    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets."""
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
         return mean_weight(inputs[0], predictions)

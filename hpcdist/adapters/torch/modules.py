@@ -62,10 +62,7 @@ class StageModules:
 
 
 def stages_of(module_or_stages: Any) -> list[StageModules]:
-    """Divide a module, or a list or tuple of modules, into the stages of a model.
-
-    Each child of an ``nn.Sequential`` or list becomes a stage. Raises UsageError for other types.
-    """
+    """Divide a module, or a list of modules, into stages: one per child of an ``nn.Sequential`` or list."""
     # A module without new parameters joins the stage before it, or the first stage.
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
@@ -251,10 +248,7 @@ class ParameterBinding:
                         parameter.data = parameter.new_empty(0)
 
     def bind(self, stage: StageModules, views: Parameters, same_device: Array) -> None:
-        """Move the parameters of ``stage`` into the arrays ``views``, keyed by parameter name.
-
-        Raises ConfigurationError if the modules are not on the device of the array ``same_device``.
-        """
+        """Move the parameters of ``stage`` into the arrays ``views``, keyed by parameter name."""
         bound = self._bound[id(stage)]
         if views is not bound.views:
             self._look_at(bound, views, same_device)
@@ -318,10 +312,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, stage: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context manager in which the backward pass of ``stage`` writes the gradients to ``gradients``.
-
-        Yields the set of names of the parameters whose gradients have been written.
-        """
+        """Context manager in which backward of ``stage`` fills ``gradients``. Yields the set of filled names."""
         bound = self._bound[id(stage)]
         for parameter in bound.parameters.values():
             parameter.grad = None  # the first gradient is written, not added to an old gradient

@@ -59,10 +59,7 @@ def check_bfloat16() -> None:
 
 
 def check_tensor_cores(feature: str, advice: str) -> None:
-    """Raise MissingCapabilityError if the current GPU has no bfloat16 tensor cores (older than Ampere).
-
-    The error message contains ``feature``, which needs tensor cores, and ``advice``.
-    """
+    """Raise MissingCapabilityError, with ``advice``, if the current GPU lacks tensor cores, needed by ``feature``."""
     properties = cupy().cuda.runtime.getDeviceProperties(index())
     major, minor = int(properties["major"]), int(properties["minor"])
     if (major, minor) < (8, 0):
@@ -84,10 +81,7 @@ def count() -> int:
 
 
 def choose(local_rank: int) -> int:
-    """Make GPU ``local_rank`` (modulo the number of GPUs) the current GPU, and return its index.
-
-    Call this before a CUDA-aware MPI is initialised.
-    """
+    """Make GPU ``local_rank`` (modulo the number of GPUs) current, before MPI starts. Return the GPU's index."""
     devices = count()
     if devices == 0:
         raise MissingCapabilityError("CUDA sees 0 GPUs; check CUDA_VISIBLE_DEVICES, or set run.device = 'cpu'")

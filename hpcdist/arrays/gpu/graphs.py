@@ -53,10 +53,7 @@ class Cublas:
         self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES))
 
     def multiply(self, sizes: tuple[int, int, int], a: Matrices, b: Matrices, out: Matrices, count: int) -> None:
-        """Multiply ``count`` pairs of matrices: ``out[i] = a[i] @ b[i]``.
-
-        ``sizes``: (m, n, k), for a[i] of shape (m, k) and b[i] of shape (k, n).
-        """
+        """Multiply ``count`` pairs of matrices of ``sizes`` (m, n, k): ``a[i]`` (m, k) times ``b[i]`` (k, n)."""
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
         tf32 = name == "float32" and int(os.environ.get("CUPY_TF32") or 0) > 0

@@ -47,10 +47,9 @@ class KernelSource:
         return _TYPES[name_of(dtype)]
 
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
-        """Launch the GPU kernel ``name`` on the current stream, with ``grid`` blocks of ``block`` threads.
+        """Launch the GPU kernel ``name`` with the arguments ``*args`` on the current stream.
 
-        Further positional arguments are passed to the kernel. Keyword arguments define macros. ``REAL``, the dtype of
-        the elements, is required.
+        Keyword arguments define macros. ``REAL``, the dtype of the elements, is required.
         """
         # Ints are passed as ``long long``; floats as REAL, or as float32 if REAL has 16 bits. Nothing is launched if a
         # dim of ``grid`` is 0.
@@ -63,10 +62,7 @@ class KernelSource:
 
 
 def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
-    """Return (number of blocks, threads per block) to launch a kernel for ``n`` elements.
-
-    ``width``: elements that a thread processes at once. Threads must loop, because the number of blocks is limited.
-    """
+    """Return (blocks, threads per block) for a kernel whose threads loop over ``n`` elements, ``width`` at a time."""
     return min(-(-n // (width * threads)), 1 << 20), threads
 
 

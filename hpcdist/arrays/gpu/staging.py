@@ -92,10 +92,7 @@ def refusal() -> str:
 
 
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
-    """Start to copy the GPU array ``source`` to the host array ``target``. Return an event that marks the end.
-
-    The copy waits for the event ``produced``, or for all work queued so far if it is None.
-    """
+    """Start to copy a GPU array to the host array ``target`` after the event ``produced``. Return the end event."""
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()
     (device.record() if produced is None else produced).hold_back(_per_thread.stream)

@@ -80,7 +80,7 @@ def fused_backward(
 ) -> None:
     """Write the gradients of ``inputs``, the pair (qkv, kv), to the pair of arrays ``gradients``, on a GPU.
 
-    ``dy``: contiguous output gradient. ``dots``: result of `dots_of`. Other arguments: as for `fused_forward`.
+    ``dots``: result of `dots_of`. Other arguments: as for `fused_forward`.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -150,10 +150,7 @@ class LocalAttention:
         window: int = 0,
         y: Array | None = None,
     ) -> Array:
-        """Return the attention, of shape (batch, context, width). Raises UsageError for invalid shapes.
-
-        ``qkv``: contiguous, of shape (batch, context, 3 width), or only the queries if ``kv`` is passed.
-        """
+        """Return the attention (batch, context, width) for ``qkv`` (batch, context, 3 width). Raises UsageError."""
         assert causal or not window, "a sliding window needs causal attention"
         # `kv`, of shape (batch, context, 2 kv width), has keys and values; consecutive query heads then share a key
         # head. `part` is (index of the first local query head, query heads of the layer) if heads are sharded. If the
@@ -235,10 +232,7 @@ def begin_backward(
 def mask_of_heads(
     saved: Saved, dropout: float, queries: int, context: int, part: tuple[int, int] | None
 ) -> Mask | None:
-    """Return the attention's dropout mask for the local ``queries`` query heads, or None without dropout.
-
-    ``dropout``: rate. ``part``: (first local head, heads of the layer), or None if all heads are local.
-    """
+    """Return the attention's dropout mask, or None. ``part``: (first local query head, query heads of the layer)."""
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
     return mask(saved, dropout, ATTENTION, rows_per_sample=of_heads * context, columns=context, **layout)
@@ -302,10 +296,7 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add the attention of a block of queries over the visible ``keys`` to the output array.
-
-        ``chunk``: samples and heads of the block. ``rows``: (first query, end, token position of the first query).
-        """
+        """Add the attention of the query block ``rows`` over the visible ``keys``. ``chunk``: its samples and heads."""
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
         q, out = chunk.of(self._q), chunk.of(self._out)
@@ -384,10 +375,7 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
-
-        ``chunk``: samples and heads of the block. ``rows``: (first key, end, token position of the first key).
-        """
+        """Write the gradients of the key block ``rows`` to ``gradients``. Add to the query gradients."""
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else span[0]  # earlier queries do not see these keys

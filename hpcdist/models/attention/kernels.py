@@ -35,10 +35,7 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 
 
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
-    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s.
-
-    ``top``, ``total``: from `softmax_advance`. ``dots``: sum of p d over all keys of each query.
-    """
+    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s."""
     # s and d have the shape (pairs, rows, columns): sample and head, query, key. The gradient of s is scale p (d -
     # dots).
     if is_device(s):

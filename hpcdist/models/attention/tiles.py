@@ -113,10 +113,7 @@ class HeadChunk:
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return this rank's row range [first, end) of each document in the chunk's only sample.
-
-        ``pieces``: token positions of all rows. If ``documents`` is None, return a single range with all rows.
-        """
+        """Return this rank's row range [first, end) of each document, or of the whole sample without documents."""
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
@@ -134,10 +131,7 @@ class HeadChunk:
 
 
 def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
-    """Return the number and size of the heads in the arrays. Raises UsageError for invalid shapes.
-
-    If ``kv`` is None, ``qkv`` has queries, keys and values. Otherwise it has only queries.
-    """
+    """Return the number and size of the heads in the arrays. If ``kv`` is None, ``qkv`` has all heads."""
     batch, context, columns = qkv.shape
     if kv is None:
         if head_size < 1 or columns % (3 * head_size):

@@ -47,19 +47,13 @@ class StayingRows:
     attends = False  # True if ranks compute together, even ranks without samples
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Return an array for the token rows to pass to `send_out`, with the row length and dtype of ``like``.
-
-        ``starts``: first row of each expert, then the number of rows.
-        """
+        """Return an array for the token rows of `send_out`. ``starts``: first row of each expert, and the end."""
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
-
-        ``starts``: first row of each expert, then the number of rows. ``back``: True if the rows are gradients.
-        """
+        """Start to send token rows to the ranks of their experts. Return a function that waits for received rows."""
         if not back:
             saved.keep("experts.received", rows)
         # The received rows are sorted by expert. The array has the first row of each local expert. If `back`, `rows`
@@ -72,10 +66,7 @@ class StayingRows:
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the gradient arrays of this rank's experts for the linear layer ``prefix``: `UP` or `DOWN`.
-
-        Call this for both layers before `send_out`.
-        """
+        """Return the gradient arrays of this rank's experts for the linear layer ``prefix``, before `send_out`."""
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
         if f"{prefix}.bias" not in parameters:
@@ -90,10 +81,7 @@ class StayingRows:
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
-        """Send the experts' results ``rows`` back to the ranks of their tokens. Return this rank's results.
-
-        ``name``: name of the array in ``saved``. ``back``: True for gradients.
-        """
+        """Send the experts' results ``rows`` back to the ranks of their tokens. Return this rank's results."""
         # in the order in which the tokens were sent
         return rows
 
@@ -133,17 +121,11 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and this rank's token ranges of the sample.
-
-        ``tokens``: number of this rank's tokens of the sample.
-        """
+        """Return the number of tokens of a whole sample, and the ranges of this rank's ``tokens`` tokens."""
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two counts of tokens per expert: tokens before each local token range, and tokens in each sample.
-
-        ``counts``: tokens per expert in each local token range, of shape (samples, ranges, experts).
-        """
+        """Return tokens per expert before each local token range and in each sample, from ``counts`` in each range."""
         # Both results include the choices of tokens on other ranks.
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -296,10 +278,7 @@ class LocalExperts:
 
 
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
-    """Return the model's ``operations``, with `LocalExperts` added if ``config`` has experts.
-
-    ``predictions(tokens)`` is the number of targets in a sample of ``tokens`` tokens.
-    """
+    """Return ``operations`` with `LocalExperts` if ``config`` has experts. ``predictions(tokens)``: target count."""
     if not config.experts:
         return operations
     return replace(operations, experts=LocalExperts(config, predictions, RouterState(config)))

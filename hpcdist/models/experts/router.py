@@ -61,10 +61,7 @@ class RouterState:
         return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
-        """Return a view of ``layer``'s statistics since the last `take`, on the host.
-
-        Elements: (token, expert) pairs by expert, dropped pairs, and the sums of entropy, balance loss and z loss.
-        """
+        """Return a view of ``layer``'s statistics since the last `take`: tokens by expert, dropped pairs, losses."""
         row: np.ndarray = self.seen[layer - self.first_layer]
         return row
 
@@ -113,8 +110,7 @@ def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -
 def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
     """Return the number of choices of each expert by the tokens of each range: int32 (samples, ranges, experts).
 
-    ``chosen``: expert indices of shape (tokens, k). ``runs``: int64 token ranges [first, end) without padding, of shape
-    (samples, ranges, 2). ``experts``: number of experts.
+    ``chosen``: expert indices of shape (tokens, k). ``runs``: token ranges [first, end), of shape (samples, ranges, 2).
     """
     # Both arrays are on the same device.
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")

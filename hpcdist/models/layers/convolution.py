@@ -25,10 +25,7 @@ def output_side(side: int, stride: int) -> int:
 
 
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
-    """Return the convolution, of shape (n, p, q, outputs), of n pictures x, of shape (n, h, w, inputs).
-
-    x is contiguous and must not change until backward. ``stride``: distance of the filter positions in pixels.
-    """
+    """Return the convolution (n, p, q, outputs) of n pictures x (n, h, w, inputs). x must not change until backward."""
     # `PREFIX.weight` has the shape (outputs, SIZE, SIZE, inputs).
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape

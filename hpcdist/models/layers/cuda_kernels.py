@@ -181,10 +181,7 @@ def scatter(rows: Array, tokens: Array, table: Array) -> None:
 
 
 def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    """Apply rotary angles to the first ``rotated`` columns of x in place.
-
-    ``turns`` has the cosines and sines of each token's angles. ``sign`` -1 rotates back.
-    """
+    """Apply rotary angles, with cosines and sines ``turns``, to the first ``rotated`` columns of x in place."""
     batch, context, columns = x.shape
     n = batch * context * rotated // 2
     EMBEDDING.launch("turn", *elementwise(n, width_of(x.dtype)), x, turns, n, context, columns, rotated, turns.shape[1],

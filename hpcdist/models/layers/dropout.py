@@ -84,11 +84,7 @@ class Mask:
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the dropout mask of one dropout call in a layer, or None without dropout.
-
-    ``rate``: probability of a zero. ``site``: number of the call in the layer, such as `ATTENTION`. Further keyword
-    arguments: fields of `Mask`.
-    """
+    """Return the dropout mask of call number ``site`` in a layer, or None if the dropout ``rate`` is 0."""
     if not rate or saved.draw is None:
         return None
     # at least `rows_per_sample` and `columns`

@@ -123,10 +123,7 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Apply rotary angles by position in the document to the first ``rotated`` columns of x, in place. Return x.
-
-    x: contiguous, of shape (batch, tokens, columns). ``sign``: -1 to rotate back.
-    """
+    """Apply rotary angles by position in the document to the first ``rotated`` columns of x, in place. Return x."""
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
     return x
@@ -153,10 +150,7 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 
 
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Apply rotary angles to the first ``rotated`` columns of contiguous x in place. Return x.
-
-    x has the shape (batch, context, columns). ``turns``: result of `rotary_table`. ``sign``: 1, or -1 to rotate back.
-    """
+    """Apply the rotary angles ``turns`` to the first ``rotated`` columns of x, in place. ``sign`` -1 rotates back."""
     _, context, columns = x.shape
     assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"
     assert turns.shape[0] == context
