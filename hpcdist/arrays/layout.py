@@ -47,7 +47,7 @@ class TensorSpec:
         """Number of elements that a layout reserves for the tensor, padding included."""
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
-    def part(self, along: Range, longest: int) -> "TensorSpec":
+    def shard(self, along: Range, longest: int) -> "TensorSpec":
         """Return the spec of the shard ``along``, a range of the split dim. ``longest``: length of the longest one."""
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
@@ -126,7 +126,7 @@ class Layout:
                 units[segment.spec.layer] = Range(before.start, stop)
         return units
 
-    def part_of(self, layer: int, portion: str) -> Range:
+    def range_of(self, layer: int, portion: str) -> Range:
         """Return the range of ``layer``, or of its "expert" or "dense" tensors, in the flat parameter array."""
         unit = self.units[layer]
         if not portion:

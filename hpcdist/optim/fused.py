@@ -59,7 +59,7 @@ def momentum(
     """Run one SGD step with momentum in place on ``weights`` and ``velocity``."""
     # g = scale * gradient + decay * w;  velocity = momentum * velocity + g;  w -= rate * velocity
     # With Nesterov momentum: w -= rate * (g + momentum * velocity).
-    g_share, v_share = kernels.shares_of_step(momentum, nesterov)
+    g_share, v_share = kernels.momentum_factors(momentum, nesterov)
     scalars = (scale, momentum, g_share, v_share)
     if isinstance(decay, TensorOptions):
         kernels.launch_update("momentum", weights, gradient, (velocity,), working, decay, *scalars, rate)

@@ -207,12 +207,12 @@ def momentum_direction(
     """Update the momentum state ``velocity``, and overwrite ``gradient`` with the update direction."""
     # g = scale * gradient + decay * weights; velocity = momentum * velocity + g. The step is the velocity or, with
     # Nesterov momentum, g + momentum * velocity.
-    g_share, v_share = shares_of_step(momentum, nesterov)
+    g_share, v_share = momentum_factors(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
     run(weights, gradient, velocity, *map(weights.dtype.type, (scale, momentum, g_share, v_share, decay)))
 
 
-def shares_of_step(momentum: float, nesterov: bool) -> tuple[float, float]:
+def momentum_factors(momentum: float, nesterov: bool) -> tuple[float, float]:
     """Return the factors (a, b) of the momentum step a * gradient + b * velocity."""
     return (1.0, momentum) if nesterov else (0.0, 1.0)
 

@@ -24,8 +24,8 @@ from hpcdist.models.attention.tiles import (
     Span,
     band,
     blocks,
+    consecutive_positions,
     heads_of,
-    one_piece,
 )
 from hpcdist.models.documents import Documents
 from hpcdist.models.layers.dropout import ATTENTION, Mask, mask
@@ -150,7 +150,7 @@ class LocalAttention:
         window: int = 0,
         y: Array | None = None,
     ) -> Array:
-        """Return the attention (batch, context, width) for ``qkv`` (batch, context, 3 width). Raises UsageError."""
+        """Return the attention (batch, context, width) for contiguous ``qkv`` (batch, context, 3 width)."""
         assert causal or not window, "a sliding window needs causal attention"
         # `kv`, of shape (batch, context, 2 kv width), has keys and values; consecutive query heads then share a key
         # head. `part` is (index of the first local query head, query heads of the layer) if heads are sharded. If the
@@ -166,7 +166,7 @@ class LocalAttention:
         if fused:
             fused_forward(heads, qkv, kv, y, sums[0], causal, window, dropped, saved.documents)
         else:
-            pieces = one_piece(heads.context)
+            pieces = consecutive_positions(heads.context)
             forward, keys = TiledForward(heads, saved, qkv, y, sums, window), KeyRows(heads, pieces, qkv, kv)
             for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
                 for span in chunk.spans(saved.documents, pieces):
@@ -187,7 +187,7 @@ class LocalAttention:
             into = dq, dkv
             fused_backward(heads, (qkv, kv), dy, into, sums[0], dots, causal, window, dropped, saved.documents)
             return dq if dkv is None else (dq, dkv)
-        pieces = one_piece(heads.context)
+        pieces = consecutive_positions(heads.context)
         backward = TiledBackward(heads, saved, pieces, (qkv, dy, dq), sums, dots, window)
         keys, gradients = KeyRows(heads, pieces, qkv, kv), KeyGradients(heads, dq, dkv)
         for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):

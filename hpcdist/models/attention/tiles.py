@@ -131,7 +131,7 @@ class HeadChunk:
 
 
 def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
-    """Return the number and size of the heads in the arrays. If ``kv`` is None, ``qkv`` has all heads."""
+    """Return the number and size of the heads. If ``kv`` is None, ``qkv`` has queries, keys and values."""
     batch, context, columns = qkv.shape
     if kv is None:
         if head_size < 1 or columns % (3 * head_size):
@@ -152,7 +152,7 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
 Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, token position of the first row), ascending
 
 
-def one_piece(rows: int) -> Pieces:
+def consecutive_positions(rows: int) -> Pieces:
     """Return the token positions of an array whose row i is the token at position i."""
     # `rows` is the number of rows.
     return ((0, rows, 0),)

@@ -14,7 +14,7 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
-from hpcdist.models.attention.tiles import Pieces, one_piece
+from hpcdist.models.attention.tiles import Pieces, consecutive_positions
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.experts import kernels, router
 from hpcdist.models.experts.router import RouterState
@@ -35,7 +35,7 @@ class ExpertTensors(NamedTuple):
 
 
 class ExpertGradients(NamedTuple):
-    """Gradient arrays of this rank's experts. True means to add to the array, False to overwrite it."""
+    """Gradient arrays of this rank's experts, each with True to add to the array or False to overwrite it."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None
@@ -66,7 +66,7 @@ class StayingRows:
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the gradient arrays of this rank's experts for the linear layer ``prefix``, before `send_out`."""
+        """Return the gradient arrays of this rank's experts for ``prefix``: `UP` or `DOWN`. Call before `send_out`."""
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
         if f"{prefix}.bias" not in parameters:
@@ -121,8 +121,8 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and the ranges of this rank's ``tokens`` tokens."""
-        return tokens, one_piece(tokens)
+        """Return the number of tokens of a whole sample, and the ranges of this rank's ``tokens`` tokens in it."""
+        return tokens, consecutive_positions(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens per expert before each local token range and in each sample, from ``counts`` in each range."""
