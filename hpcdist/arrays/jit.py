@@ -212,6 +212,7 @@ class Kernel:
 
     def inner(self, numba: Any) -> Any:
         """Return this kernel, compiled by the module ``numba`` for calls in other kernels."""
+        # The caller must hold `_lock`.
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(

@@ -28,10 +28,7 @@ _KEY_BYTES: Final = 32
 
 
 def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
-    """Call the model factory ``config.factory`` with the data sizes ``inputs``, and return its model. Local.
-
-    Raises ConfigurationError if the factory does not exist, or if it does not return a model of ``dtype``.
-    """
+    """Call the model factory ``config.factory`` with ``inputs``, and return its model. Raises ConfigurationError."""
     if config.kind == "given":
         raise ConfigurationError(
             "model.kind = 'given' is only for a model that a script passes; run that script, or name a function that "

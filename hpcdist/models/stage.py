@@ -152,10 +152,7 @@ class NormOperation(Protocol):
         kind: str = "layer",
         residual: Array | None = None,
     ) -> Array:
-        """Add ``residual``, if any, to x in place, then return the normalised x. x must not change until backward.
-
-        ``kind``: "layer" with the parameters ``PREFIX.scale`` and ``PREFIX.bias``, or "rms" with ``PREFIX.scale`` only.
-        """
+        """Add ``residual`` to x in place, and return the norm ``kind`` of x. x must not change until backward."""
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None

@@ -128,30 +128,26 @@ for _softmax_dtype in SAMPLE_DTYPES:
     )
 
 
-def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y.
-
-    ``pair``: number of the block's first (sample, head) pair. ``first``: number of its first token.
-    """
-    # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first + i.
+def rescale_add(part: Array, y: Array, heads: int, first_pair: int, first_token: int, shrink: Array) -> None:
+    """Set the block of attention output y at this (sample, head) pair and token to ``shrink`` * block + ``part``."""
+    # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first_token + i.
     if is_device(y):
-        _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
+        _add_rows_device(part, 1, y, heads, first_pair, 0, first_token, True, shrink)
     else:
-        _rescale_add(part, y, heads, pair, first, shrink)
+        _rescale_add(part, y, heads, first_pair, first_token, shrink)
 
 
-def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide a block of the attention output y, of shape (batch, context, columns), by its softmax sums ``total``.
-
-    ``pair``, ``first``: first (sample, head) pair and first token of the block. ``pairs``, ``rows``: their numbers.
-    """
+def divide_by_totals(
+    y: Array, heads: int, first_pair: int, first_token: int, num_pairs: int, num_tokens: int, total: Array
+) -> None:
+    """Divide a block of (sample, head) pairs and tokens of the attention output y by its softmax sums ``total``."""
     if is_device(y):
         size = y.shape[2] // heads
-        n = pairs * rows * size
-        SOFTMAX.launch("divide_rows", *elementwise(n), y, total, n, rows, size, heads, pair, y.shape[1], first,
-                       REAL=y.dtype)  # fmt: skip
+        n = num_pairs * num_tokens * size
+        SOFTMAX.launch("divide_rows", *elementwise(n), y, total, n, num_tokens, size, heads, first_pair, y.shape[1],
+                       first_token, REAL=y.dtype)  # fmt: skip
     else:
-        _divide_by_totals(y, heads, pair, first, pairs, rows, total)
+        _divide_by_totals(y, heads, first_pair, first_token, num_pairs, num_tokens, total)
 
 
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
@@ -165,17 +161,14 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 
 
 def accumulate(
-    part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
+    part: Array, groups: int, target: Array, heads: int, first_pair: int, column: int, first_token: int, add: bool
 ) -> None:
-    """Sum ``part`` over groups of ``groups`` query heads. Write the sums to ``target``, or add them if ``add``.
-
-    ``target`` has ``heads`` key heads from ``column`` on. ``pair``, ``first``: first (sample, key head) pair and token.
-    """
+    """Write or add the sums of ``part`` over ``groups`` query heads each to the ``heads`` key heads of ``target``."""
     # `part` has the shape (pairs * groups, rows, head size), `target` (batch, context, columns).
     if is_device(target):
-        _add_rows_device(part, groups, target, heads, pair, column, first, add, None)
+        _add_rows_device(part, groups, target, heads, first_pair, column, first_token, add, None)
     else:
-        _accumulate(part, groups, target, heads, pair, column, first, add)
+        _accumulate(part, groups, target, heads, first_pair, column, first_token, add)
 
 
 def _add_rows_device(

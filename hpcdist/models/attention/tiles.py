@@ -161,10 +161,7 @@ def consecutive_positions(rows: int) -> Pieces:
 def blocks(
     pieces: Pieces, longest: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield blocks of the rows [``first``, ``last``): (start row, end row, token position of the start row).
-
-    ``pieces``: token positions of the rows. ``longest``: maximum rows of a block. ``places``: token positions to cover.
-    """
+    """Yield blocks of at most ``longest`` rows of [``first``, ``last``): (start, end, token position of the start)."""
     for begin, end, position in pieces:
         # Blocks outside the token positions `places` may be left out.
         low, stop = max(begin, first), end if last is None else min(end, last)

@@ -78,18 +78,12 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Write the layer norm of each row of x to y. First add ``residual``, if any, to x in place.
-
-    ``statistics`` receives the mean and 1 / (standard deviation) of each row.
-    """
+    """Write the layer norm of x plus ``residual`` (added in place) to y, and each row's mean and 1 / deviation."""
     _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
 
 def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
-    """Write the RMS norm of each row of x to y. First add ``residual``, if any, to x in place.
-
-    ``statistics`` receives 1 / (root mean square) of each row.
-    """
+    """Write the RMS norm of x plus ``residual`` (added in place) to y, and each row's 1 / (root mean square)."""
     _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
 
 
@@ -142,10 +136,7 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
-    """Return the summed loss, a 0-dimensional float64 array. Write row maxima and exponential sums to ``statistics``.
-
-    A negative target has no loss. A target that is not a class makes the sum NaN.
-    """
+    """Return the summed loss as a 0-d float64 array. Negative targets have no loss. Invalid targets give NaN."""
     tokens, classes = logits.shape
     losses = namespace(logits).empty(tokens, np.float64)
     CROSS_ENTROPY.launch("cross_entropy", tokens, _threads(classes, logits), logits, targets, statistics, losses,

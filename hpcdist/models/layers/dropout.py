@@ -43,10 +43,7 @@ class Mask:
     pitch: int = 0  # local group g begins at row first_row + g * pitch of the sample's mask
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
-        """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
-
-        ``above``, ``left``: row and column of the mask (of each group) at which x begins.
-        """
+        """Apply the mask from row ``above`` and column ``left`` on to ``x[:, first:last, :width]``, in place."""
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
         groups, pitch, rows_per_sample, first_row, blocks = self.place

@@ -184,10 +184,7 @@ class LocalCrossEntropy:
     """Cross-entropy loss of target classes, in nats."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the float64 sum of the losses. Overwrites the logits.
-
-        Targets of -1 are ignored. Other invalid targets raise DataError on the host; on a GPU, the sum becomes NaN.
-        """
+        """Return the float64 sum of the losses. Invalid targets raise DataError on the host, or give NaN on a GPU."""
         tokens, classes = logits.shape
         check_tokens(targets, classes, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)  # on a GPU, still the logits
