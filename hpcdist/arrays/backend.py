@@ -22,13 +22,10 @@ Scalar: TypeAlias = float | Array  # a Python number, or a 0-d array that a GPU 
 
 @dataclass(frozen=True)
 class ArrayGroup:
-    """Batch of several arrays, such as tokens and their mask, with one row per sample.
-
-    ``names``: dict keys of the arrays, or None if the user passed a tuple.
-    """
+    """Batch of several arrays, such as tokens and their mask, with one row per sample."""
 
     arrays: tuple[Any, ...]
-    names: tuple[str, ...] | None = None
+    names: tuple[str, ...] | None = None  # keys of the user's dict; None for a tuple
 
     def __len__(self) -> int:
         return len(self.arrays[0])
@@ -86,7 +83,7 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def place(array: Any, on: str) -> Array:
-    """Return ``array`` itself if it is on the device ``on`` ("cpu" or "gpu"), else a copy of it on this device."""
+    """Return ``array`` if it is on the device ``on`` ("cpu" or "gpu"), else a copy of it on this device."""
     if isinstance(array, ArrayGroup):
         return array.map(lambda member: place(member, on))  # type: ignore[return-value]
     if on == "gpu":
@@ -175,7 +172,7 @@ CATEGORIES = (
 
 
 class Ledger:
-    """Counter of the bytes of live arrays, by category. Thread-safe. Views of other arrays must not be counted."""
+    """Thread-safe counter of the bytes of live arrays, by category. Views of other arrays must not be counted."""
 
     def __init__(self) -> None:
         self._current: defaultdict[str, int] = defaultdict(int)

@@ -30,10 +30,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileStore(FlatStore):
-    """1-D array of model tensors in an unnamed file in ``directory``, initially zeros.
-
-    The file is deleted when the process ends. Raises StorageError if the disk is full.
-    """
+    """1-D array of model tensors in a temporary file in ``directory``. Raises StorageError if the disk is full."""
 
     # `range` returns no view: use `read` and `write`.
     def __init__(
@@ -59,7 +56,7 @@ class FileStore(FlatStore):
 
     @property
     def block(self) -> int:
-        """Maximum number of elements per read or write: `BLOCK_BYTES` bytes."""
+        """Maximum number of elements per read or write."""
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
@@ -103,7 +100,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the elements of the range ``elements``, up to `block` at a time, in a host array that is reused."""
+        """Yield the range ``elements`` in blocks of up to `block` elements. All blocks use the same host array."""
         start = self._offset(elements) if elements else 0
         for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)
@@ -168,7 +165,7 @@ class FileStore(FlatStore):
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Elements ``where`` of a `FileStore`, read and written on demand. A `Piece` can use it as ``array``."""
+    """Elements of a `FileStore`, read from and written to the file on demand."""
 
     store: FileStore
     where: Range
@@ -215,7 +212,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Start to flush ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk. Return at once."""
+    """Start to flush ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk, without waiting."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 

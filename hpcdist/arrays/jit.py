@@ -40,10 +40,7 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create the cache directory of compiled kernels, or one in /tmp or /dev/shm. Return False if all fail.
-
-    Raises MissingCapabilityError if other users can access the directory.
-    """
+    """Create the cache directory of compiled kernels, or one in /tmp or /dev/shm. Return False if all fail."""
     global _prepared
     chosen, sources = os.environ.get("NUMBA_CACHE_DIR"), _digest_of_sources()
     if _prepared is not None and _prepared == chosen:
@@ -156,7 +153,7 @@ def _digest_of_sources() -> str:
 
 
 class Primitive:
-    """An instruction that numba lacks, for use in kernels. ``build(numba)``: creates the numba intrinsic."""
+    """Instruction that numba lacks, for use in kernels. ``build(numba)`` creates the numba intrinsic."""
 
     def __init__(self, build: Callable[[Any], Any], doc: str) -> None:
         self.__doc__ = doc
@@ -176,7 +173,7 @@ class Primitive:
 
 
 class Kernel:
-    """A function that numba compiles at the first call with each new combination of argument types."""
+    """Function that numba compiles at the first call with each new combination of argument types."""
 
     __name__: str
 
@@ -214,7 +211,8 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Return this kernel, compiled by the module ``numba`` for calls in other kernels. Needs `_lock`."""
+        """Return this kernel, compiled by the module ``numba`` for calls in other kernels."""
+        # The caller must hold `_lock`.
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -223,10 +221,7 @@ class Kernel:
         return self._inner
 
     def address(self, *types: str) -> int:
-        """Compile this kernel as a C function without result, and return its address for `intrinsics.call`.
-
-        ``*types``: types of the C function's arguments, as numba names; a trailing ``*`` marks a pointer.
-        """
+        """Return the address of this kernel as a C function with argument types ``*types``, for `intrinsics.call`."""
         with _lock:
             if types not in self._exported:
                 is_cached = prepare_cache()
@@ -258,11 +253,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Register ``arguments``, a function that returns a tuple of example arguments with which `warm` compiles."""
+        """Register ``arguments()``, which returns a tuple of example arguments, for the compilation by `warm`."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register the argument types ``*types`` (see `address`), for which `warm` compiles this kernel."""
+        """Register argument types, as for `address`, for the compilation by `warm`."""
         self._addressed.append(types)
 
 
@@ -298,7 +293,7 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = Fals
 
 
 def is_cold() -> bool:
-    """Return True if the cache has fewer than `FEW_KERNELS` kernels, so that the first step must compile. Local."""
+    """Return True if the cache has fewer than `FEW_KERNELS` kernels, so that the first step must compile."""
     folder = cache_directory()
     sources = _digest_of_sources()
     folder = folder if folder.name == sources else folder / sources
@@ -311,7 +306,7 @@ def count() -> int:
 
 
 def warm(first: int = 0, step: int = 1) -> Iterator[str]:
-    """Compile every ``step``-th kernel, starting with kernel number ``first``. Yield the names of the kernels."""
+    """Compile every ``step``-th kernel, starting with kernel number ``first``, and yield the kernels' names."""
     for kernel in _kernels[first::step]:
         for arguments in kernel._samples:
             kernel(*arguments())

@@ -29,12 +29,12 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the tensor has at least 2 dims, or at least 3 if it stacks several tensors along dim 0."""
+        """True if the tensor has at least 2 dims, or at least 3 if dim 0 stacks several tensors."""
         return len(self.shape) - (self.stacked > 1) > 1
 
     @property
     def key(self) -> str:
-        """Name of the tensor in errors, checkpoints and reports: ``layer.name``."""
+        """Name of the tensor in errors, checkpoints and reports: ``LAYER.NAME``."""
         return f"{self.layer}.{self.name}"
 
     @property
@@ -47,11 +47,8 @@ class TensorSpec:
         """Number of elements that a layout reserves for the tensor, padding included."""
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
-    def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one tensor-parallel rank's shard of this tensor.
-
-        ``along``: range of the shard in the split dim. ``longest``: length of the longest shard in this dim.
-        """
+    def shard(self, along: Range, longest: int) -> "TensorSpec":
+        """Return the spec of the shard ``along``, a range of the split dim. ``longest``: length of the longest one."""
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
         box = tuple((along.start, along.stop) if dim == self.cut else (0, size) for dim, size in enumerate(self.shape))
@@ -59,7 +56,7 @@ class TensorSpec:
         return replace(self, shape=shape, whole=self.shape, box=box, room=room)
 
     def of_experts(self, local_experts: Range) -> "TensorSpec":
-        """Return the spec of this rank's shard: the experts ``local_experts``. All ranks have equally many experts."""
+        """Return the spec of this tensor's shard for a rank with the experts ``local_experts``."""
         assert self.expert, f"{self.key} has no experts"
         box = self.box or tuple((0, size) for size in self.shape)
         return replace(
@@ -73,20 +70,20 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A tensor ``spec``, and the ``range`` of its elements in the flat array of a `Layout`, without padding."""
+    """Tensor and the range of its elements in the flat array of a `Layout`, without padding."""
 
     spec: TensorSpec
     range: Range
 
     @property
     def key(self) -> str:
-        """Name of the tensor: ``layer.name``."""
+        """Name of the segment's tensor: ``LAYER.NAME``."""
         return self.spec.key
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Order and offsets of tensors in one flat array, which has ``size`` elements, padding included."""
+    """Order and offsets of tensors in one flat array. The array has ``size`` elements, including padding."""
 
     segments: tuple[Segment, ...]
     size: int
@@ -107,7 +104,7 @@ class Layout:
 
     @cached_property
     def by_key(self) -> dict[str, Segment]:
-        """The segments (tensors with their ranges) of this layout, keyed by tensor name ``LAYER.NAME``."""
+        """The segments of this layout, keyed by tensor name ``LAYER.NAME``."""
         return {segment.key: segment for segment in self.segments}
 
     @cached_property
@@ -117,7 +114,7 @@ class Layout:
 
     @cached_property
     def units(self) -> dict[int, Range]:
-        """The range of each layer in the flat array, padding included, keyed by layer number."""
+        """The range of each layer in the flat array, including padding, keyed by layer number."""
         units: dict[int, Range] = {}
         for segment in self.segments:
             stop = segment.range.start + segment.spec.padded
@@ -129,11 +126,8 @@ class Layout:
                 units[segment.spec.layer] = Range(before.start, stop)
         return units
 
-    def part_of(self, layer: int, portion: str) -> Range:
-        """Return the range of ``layer`` in the flat parameter array, padding included.
-
-        ``portion``: "expert" for the layer's expert tensors, "dense" for its other tensors, "" for all.
-        """
+    def range_of(self, layer: int, portion: str) -> Range:
+        """Return the range of ``layer``, or of its "expert" or "dense" tensors, in the flat parameter array."""
         unit = self.units[layer]
         if not portion:
             return unit
@@ -146,7 +140,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, elements: Range) -> list[tuple[Segment, Range]]:
-        """Return (tensor, overlapping range) pairs for the tensors that overlap the flat range ``elements``."""
+        """Return (tensor, overlap) for each tensor that overlaps the flat range ``elements``."""
         # The last tensor that begins at or before the start of `elements` may overlap `elements`.
         first = max(0, bisect_right(self._starts, elements.start) - 1)
         touched = []

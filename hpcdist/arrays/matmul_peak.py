@@ -30,7 +30,7 @@ class MatrixProduct:
         self.flops = 2 * side**3
 
     def run(self) -> float:
-        """Compute the product once and return the time in seconds, GPU kernels included."""
+        """Compute the product once and return its duration in seconds."""
         backend.synchronise(self._into)
         begin_s = time.perf_counter()
         namespace(self._a).matmul(self._a, self._b, out=self._into)
@@ -46,11 +46,7 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the speed of matrix products in flop/s, measured for at least ``seconds`` seconds. Local.
-
-    ``on``: "cpu" or "gpu". ``side``: rows and columns of the matrices, or 0 for the default. If ranks share cores, all
-    ranks should measure at the same time.
-    """
+    """Return the measured speed of products of matrices with ``side`` rows and columns, in flop/s. Local."""
     # The fastest of at least 3 products. A product counts as 2 n^3 operations, n = ``side``.
     product = MatrixProduct(dtype, on, side)
     product.run()  # touch the pages, start the threads
@@ -62,7 +58,7 @@ def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, s
 
 
 def blas(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a log text on OpenBLAS: its kernels, and the variables in ``environment`` that affect its speed."""
+    """Return a log text on OpenBLAS: its kernels, and the variables of ``environment`` that affect its speed."""
     names = [f"kernels {core}" for core in map(_core, _bundled()) if core]
     variables = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
     return ", ".join([*names, *variables]) or "not known"

@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]  # per dim, half-open
 
 @dataclass(frozen=True)
 class Runs:
-    """Stretches of consecutive tensor elements that an array holds: their starts and sizes, in ascending order."""
+    """Runs of consecutive tensor elements that an array holds: their starts and sizes, in ascending order."""
 
     start: np.ndarray  # offset of each run in the flattened tensor
     local: np.ndarray  # offset of each run in this rank's array
@@ -46,10 +46,9 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return a `Piece`: the elements of a tensor in ``array``, with their position in the tensor.
+        """Return the elements of a tensor that the 1-D ``array`` holds, as a `Piece` of the state ``kind``.
 
-        ``kind``: state name, such as "optimizer.m". ``segment``: the tensor and its range in the flat parameter array.
-        ``touched``: the range of the flat parameter array that ``array`` holds.
+        ``segment``: the tensor and its flat range. ``touched``: the flat range that ``array`` holds.
         """
         spec = segment.spec
         shape = spec.whole or spec.shape
@@ -57,27 +56,24 @@ class Piece:
 
     @classmethod
     def whole(cls, kind: str, tensor: str, array: Array) -> "Piece":
-        """Return the piece for the whole tensor named ``tensor``, held in a contiguous ``array`` of any shape.
-
-        ``kind``: name of the state, such as "parameters" or "optimizer.m".
-        """
+        """Return the `Piece` of a contiguous ``array`` that holds the whole ``tensor`` of the state ``kind``."""
         return cls(kind, tensor, array.shape, whole_box(array.shape), Range(0, array.size), array.reshape(-1))
 
     @property
     def name(self) -> str:
-        """Name of the piece in errors and files: state name and tensor name."""
+        """Name in errors and files: state name and tensor name."""
         return f"{self.kind}/{self.tensor}"
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return a tuple of (0, size) pairs, one per dim: the region of a whole tensor of this ``shape``."""
+    """Return the region of a whole tensor of this ``shape``: one (0, size) pair per dim."""
     return tuple((0, size) for size in shape)
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the stretches of consecutive elements, in a tensor of shape ``shape``, that a `Piece` holds.
+    """Return the runs of consecutive tensor elements in a ``box``, a (start, stop) pair per dim.
 
-    ``box``: region of the tensor, (start, stop) per dim. ``flat``: held elements of the flattened region.
+    ``flat``: selected elements of the flattened box.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.
@@ -106,10 +102,7 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the stretches of tensor elements that two arrays both hold, as three arrays.
-
-    The three arrays: offset of each stretch in the left array, offset in the right array, number of elements.
-    """
+    """Return the runs of elements that two arrays both hold: offsets in the left array, offsets in the right, sizes."""
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")
     last = np.searchsorted(right.start, left.start + left.size, side="left")
@@ -124,7 +117,7 @@ def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    """Return True if joining adjacent dims makes the shapes ``left`` and ``right`` equal: (3, 4, 5) and (12, 5)."""
+    """Return True if joining adjacent dims can make both shapes equal, as for (3, 4, 5) and (12, 5)."""
     if left == right:
         return True
     ends, others = (set(accumulate(shape, mul)) for shape in (left, right))
@@ -132,10 +125,7 @@ def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> int | None:
-    """Return the first integer from 0 to ``size`` - 1 that no range covers, or None if all are covered.
-
-    ``stretches``: pairs of arrays, the starts and the sizes of ranges.
-    """
+    """Return the first integer below ``size`` that no range in ``stretches`` covers, or None if all are covered."""
     pairs = list(stretches)
     start = np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs), [size]])
     stop = np.concatenate([np.zeros(0, np.int64), *(pair[0] + pair[1] for pair in pairs), [size]])

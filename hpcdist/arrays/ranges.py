@@ -9,7 +9,7 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector register: two owners nev
 
 @dataclass(frozen=True, order=True, slots=True)
 class Range:
-    """Range of integers i (element numbers) with ``start <= i < stop``. It is empty if ``start == stop``."""
+    """Range of integers i with ``start <= i < stop``. It is empty if ``start == stop``."""
 
     start: int
     stop: int
@@ -57,7 +57,7 @@ def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) 
 
 
 def consecutive(sizes: Iterable[int]) -> list[Range]:
-    """Return adjacent ranges from 0, one per entry of ``sizes``, with these numbers of elements."""
+    """Return adjacent ranges with the lengths ``sizes``. The first range starts at 0."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -69,7 +69,7 @@ def cut(whole: Range, longest: int) -> Iterator[Range]:
 
 
 def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
-    """Cut ``whole`` at the boundaries of ``parts``. Return (range, number of ``parts`` that cover it) pairs."""
+    """Cut ``whole`` at the boundaries of ``parts``. Return pairs (range, number of ``parts`` that cover the range)."""
     within = [part for part in (part.intersect(whole) for part in parts) if part]
     bounds = sorted({whole.start, whole.stop, *(p.start for p in within), *(p.stop for p in within)})
     pieces = [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -18,7 +18,7 @@ _LOW, _HALF = np.uint64(WORD), np.uint64(32)
 
 
 def stream(seed: int, *keys: int) -> np.random.Generator:
-    """Return a Philox4x64 random generator (Salmon et al., SC'11), seeded by ``seed`` and ``*keys`` (further ints)."""
+    """Return a Philox4x64 random generator (Salmon et al., SC'11), seeded by ``seed`` and the integers ``*keys``."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *keys])))
 
 
@@ -28,8 +28,7 @@ def philox(
 ) -> None:
     """Write ``count`` blocks of four Philox4x32-10 random words to ``words``: uint32, of shape (4 * count,).
 
-    Block i is computed from the counter (``first`` + i, ``counter1``, ``counter2``, ``counter3``) and the key
-    (``key0``, ``key1``).
+    Block i has the counter (``first`` + i, ``counter1``, ``counter2``, ``counter3``) and the key (``key0``, ``key1``).
     """
     # The rounds are inlined: LLVM vectorises this loop, but not a loop over calls.
     for i in range(count):
@@ -47,10 +46,7 @@ def philox(
 
 
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
-    """Return the four Philox random words for a counter, as integers, or as uint64 arrays for many counters.
-
-    ``counter``: four words, integers or arrays with one element per counter. ``key``: two words.
-    """
+    """Return the four Philox random words of a four-word ``counter`` and a two-word ``key``, as ints or arrays."""
     a, b, c, d = counter
     k, m = key
     for _ in range(ROUNDS):

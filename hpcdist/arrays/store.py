@@ -17,16 +17,13 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 class FlatStore:
-    """1-D array of all or some elements of a model's tensors, in the order of ``layout``. Padding is zero.
-
-    ``parts``: ascending, disjoint ranges of elements to hold; None means all elements.
-    """
+    """1-D array of all or some elements of a model's tensors, in the order of ``layout``. Padding is zero."""
 
     def __init__(
         self,
         layout: Layout,
         dtype: np.dtype,
-        parts: Range | Sequence[Range] | None = None,
+        parts: Range | Sequence[Range] | None = None,  # ascending, disjoint ranges to hold; None: all elements
         *,
         on: str = "cpu",
         allocate: Allocate | None = None,  # (elements, dtype) -> special memory: shared, pinned, pooled
@@ -45,7 +42,7 @@ class FlatStore:
             ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
     def range(self, elements: Range) -> Array:
-        """Return a 1-D view of the range ``elements`` of the model's flat array. All of them must be in this store."""
+        """Return a view of the range ``elements`` of the model's flat array. This store must have all of them."""
         if not elements:
             return self.array[:0]
         start = self._offset(elements)
@@ -57,12 +54,12 @@ class FlatStore:
         return elements.start + self._shifts[index] - self._starts[index]
 
     def view(self, key: str) -> Array:
-        """Return a view of the tensor named ``key``, in its shape. The whole tensor must be in this store."""
+        """Return a view of the tensor named ``key``, in its shape. This store must have the whole tensor."""
         segment = self.layout.by_key[key]
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield (tensor, range in the layout's flat array) for each tensor with elements in this store."""
+        """Yield (tensor, range in the flat array) for each tensor with elements in this store."""
         for part in self.parts:
             yield from self.layout.within(part)
 
@@ -98,15 +95,15 @@ class FlatStore:
                 held += values
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the range ``elements`` as one or more arrays, in order. This base class yields a single view."""
+        """Yield the range ``elements`` of the flat array as one or more arrays, in order."""
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:
-        """Return the range ``elements`` of the model's flat array as a view. A `FileStore` returns a `FileSlice`."""
+        """Return the range ``elements`` of the flat array as a view, or as a `FileSlice` if it is in a file."""
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:
-        """Copy the elements that both stores hold from ``other`` to this store. Layouts and dtypes must be equal."""
+        """Copy the elements that both stores have from ``other`` to this store. Layouts and dtypes must be equal."""
         on = "gpu" if backend.is_device(self.array) else "cpu"
         for part in self.parts:
             for theirs in other.parts:

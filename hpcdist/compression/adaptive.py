@@ -48,10 +48,7 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as arrays of ``xp``.
-
-    ``xp``: numpy or cupy. Levels are indices of bin edges, evenly spaced in magnitude.
-    """
+    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as numpy or cupy arrays."""
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
     at[0] = 0.0
@@ -67,7 +64,7 @@ _LAST: Final = np.uint32(BINS - 1)
 
 @jit
 def bin_of(magnitude: Any) -> Any:
-    """Return the index (uint32) of the histogram bin of a ``magnitude`` in [0, 1]. Callable from compiled kernels."""
+    """Return the index of the histogram bin of a ``magnitude`` in [0, 1], in a compiled kernel."""
     # The bits of positive floats are ordered as their values, so a bin is an exponent and the 5 upper fraction bits.
     word = np.uint32(bits_of(magnitude) >> SHIFT)
     above = np.uint32((word if word > BASE else BASE) - BASE)
@@ -75,14 +72,14 @@ def bin_of(magnitude: Any) -> Any:
 
 
 def bins_arrays(magnitudes: Array) -> Array:
-    """Return the indices (int64) of the histogram bins of float32 ``magnitudes``, on the host or a GPU."""
+    """Return the int64 indices of the histogram bins of float32 ``magnitudes``, on the host or a GPU."""
     xp = namespace(magnitudes)
     words = (magnitudes.view(np.uint32) >> SHIFT).astype(np.int64)
     return xp.minimum(xp.maximum(words, int(BASE)) - int(BASE), BINS - 1)
 
 
 def spacing(blocks: int, block: int) -> int:
-    """Return n to count every n-th block, so that about SAMPLE values of ``blocks`` blocks of ``block`` are counted."""
+    """Return n such that every n-th of ``blocks`` blocks of ``block`` values gives about SAMPLE values to count."""
     return max(1, -(-blocks // max(1, SAMPLE // block)))
 
 
@@ -178,7 +175,7 @@ _HIGH: Final = np.int32(1 << BITS)
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(DenseCompressor):
-    """Compressor to 4-bit codes, with levels fitted to the values, and one scale (the maximum) per ``block`` values."""
+    """Compressor to 4-bit codes, with levels fitted to the values and one scale per ``block`` values."""
 
     block: int = 256
 

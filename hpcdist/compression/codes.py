@@ -51,10 +51,7 @@ def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
 
 
 def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
-    """Pack the uint8 array ``codes`` into the bytes ``packed``, ``bits`` bits per code, on the host or a GPU.
-
-    ``codes`` has shape (n,). ``packed`` has shape (packed_bytes(n, bits),).
-    """
+    """Pack the uint8 array ``codes`` into the bytes ``packed``, ``bits`` bits per code, on the host or a GPU."""
     for group, place in grouped(codes, bits, packed):
         stride = place.shape[1]
         place[...] = 0
@@ -64,7 +61,7 @@ def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
 
 
 def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
-    """Unpack ``packed``, the result of `pack_arrays`, into the uint8 array ``codes``, on the host or a GPU."""
+    """Unpack the result ``packed`` of `pack_arrays` into the uint8 array ``codes``, on the host or a GPU."""
     mask = np.uint8((1 << bits) - 1)
     for group, place in grouped(codes, bits, packed):
         stride = place.shape[1]
@@ -83,14 +80,14 @@ def grouped(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]
 
 
 def rows_of(values: Array, width: int) -> list[Array]:
-    """Split ``values`` into up to two views: whole rows, of shape (rows, width), and the rest, of shape (1, rest)."""
+    """Split ``values`` into 2-D views: the whole rows of ``width`` values, and one row with the rest."""
     whole = values.size // width * width
     rows = [values[:whole].reshape(-1, width), values[None, whole:]]
     return [row for row in rows if row.size]
 
 
 def spread(scales: Array, width: int, n: int) -> Array:
-    """Repeat each scale in ``scales`` ``width`` times, and return the first ``n`` elements of the result."""
+    """Return the first ``n`` elements of an array that repeats each scale ``width`` times."""
     wide = namespace(scales).empty((scales.size, width), scales.dtype)
     wide[...] = scales[:, None]
     return wide.reshape(-1)[:n]
@@ -103,12 +100,12 @@ _STEP: Final = np.float32(2.0**-24)
 
 @jit
 def unit(word: Any) -> Any:
-    """Return a float32 in [0, 1) made from the upper 24 bits of a random uint32 ``word``. For compiled kernels."""
+    """Return a float32 in [0, 1) made from the random uint32 ``word``, in a compiled kernel."""
     return np.float32(np.float32(np.int32(np.uint32(word >> _SHIFT))) * _STEP)
 
 
 def units_arrays(like: Array, key: tuple[int, ...]) -> Array:
-    """Return uniform random numbers in [0, 1), one per element of ``like``. ``key``: the `RandomKey.words` to use."""
+    """Return uniform random numbers in [0, 1), one per element of ``like``. ``key``: words of a `RandomKey`."""
     xp = namespace(like)
     counters = -(-like.size // WORDS)
     drawn = philox_arrays((xp.arange(counters, dtype=np.uint64), *key[:3]), (key[3], key[4]))
@@ -130,7 +127,7 @@ _ONE: Final = np.float32(1.0)
 
 @jit
 def largest(values: Any) -> Any:
-    """Return the largest magnitude of the float32 ``values``. Callable from compiled kernels."""
+    """Return the largest magnitude of the float32 ``values``, in a compiled kernel."""
     # Integer maximum of the bits: a float maximum would not vectorise, because NaN forbids reordering.
     top = np.uint32(0)
     for i in range(values.size):
@@ -144,7 +141,7 @@ largest.sample(lambda: (np.ones(2, np.float32),))
 
 @jit
 def folded(sums: Any) -> Any:
-    """Return the sum of the float64 array ``sums``, which is overwritten. The size must be a power of two."""
+    """Return the sum of the float64 array ``sums``, which is overwritten. Its size must be a power of two."""
     # For compiled kernels.
     half = sums.size // 2
     while half:
@@ -157,10 +154,7 @@ def folded(sums: Any) -> Any:
 
 @jit
 def norm(values: Any, squares: Any) -> Any:
-    """Return the 2-norm of the block ``values`` as float32. Callable from compiled kernels.
-
-    ``squares`` is a float64 scratch buffer. Its size must be a power of two, at least the size of ``values``.
-    """
+    """Return the 2-norm of ``values`` as float32, in a compiled kernel. ``squares``: float64 scratch buffer."""
     for j in range(values.size):
         wide = np.float64(values[j])
         squares[j] = wide * wide
@@ -170,7 +164,7 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the power of two f for which 1 / (f * ``scale``) does not overflow in float32, or 0 if ``scale`` is 0."""
+    """Return a power of two f for which 1 / (f * ``scale``) does not overflow in float32, or 0 if ``scale`` is 0."""
     # For compiled kernels.
     if scale == _ZERO:
         return _ZERO
@@ -179,18 +173,12 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return ``levels`` / (f * ``scale``) with f = lift_of(scale), or 0 if ``scale`` is 0.
-
-    Multiplying values in [-scale, scale] by f, and then by the result, maps them to [-levels, levels].
-    """
+    """Return ``levels`` / (f * ``scale``) with f = lift_of(scale), or 0 if ``scale`` is 0."""
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 
 
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
-    """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
-
-    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm). ``width``: a power of two, at least the row length.
-    """
+    """Return the float32 scale of each row of ``rows``: its largest magnitude (MAXIMUM) or 2-norm (NORM)."""
     xp = namespace(rows)
     if kind == MAXIMUM:
         return xp.absolute(rows).max(axis=1)
@@ -202,7 +190,7 @@ def scales_arrays(rows: Array, kind: int, width: int) -> Array:
 
 
 def folded_arrays(sums: Array) -> Array:
-    """Return the sum of each row of ``sums`` (float64), by repeated halving. Row sizes must be a power of two."""
+    """Return the sum of each row of ``sums`` (float64). The row length must be a power of two."""
     half = sums.shape[1] // 2
     while half:
         sums = sums[:, :half] + sums[:, half : 2 * half]

@@ -32,7 +32,7 @@ from hpcdist.errors import UsageError
 
 
 def is_finite(values: Array) -> bool:
-    """Return True if the float32 array ``values`` has no NaN and no infinity. Local. Waits for the GPU's result."""
+    """Return True if the float32 array ``values`` has no NaN and no infinity. Waits for the GPU's result."""
     if is_device(values):
         return bool(namespace(values).isfinite(values).all())
     return bool(largest(values) <= LARGEST)
@@ -60,11 +60,9 @@ class RandomKey:
 
 
 class Compressor(ABC):
-    """Base class of compressors, which encode n float32 values as a payload of ``payload_bytes(n)`` bytes.
+    """Base class of compressors, which encode n float32 values as a payload of bytes."""
 
-    A biased compressor needs `ErrorFeedback`.
-    """
-
+    # A biased compressor needs `ErrorFeedback`.
     name: ClassVar[str]
     # Payloads may be summed elementwise as floats (see `summable`). The sum of the payloads decodes to the sum of the
     # values, up to rounding.
@@ -72,7 +70,7 @@ class Compressor(ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether the payload depends on the random key."""
+        """True if the payload depends on the random key."""
         return False
 
     @abstractmethod
@@ -80,40 +78,34 @@ class Compressor(ABC):
         """Return the payload size in bytes for ``n`` values, or an upper bound if the size depends on the values."""
 
     def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress the float32 array ``values``, of shape (n,), into ``payload``. ``values`` do not change.
-
-        ``payload``: uint8 of shape (payload_bytes(n),). ``key``: random stream, different in every call.
-        """
+        """Compress the float32 ``values`` of shape (n,) into ``payload``. ``key``: a new random stream per call."""
         self.check(values, payload)
         if values.size:
             self._encode(values, payload, key)
 
     def decode(self, payload: Array, out: Array) -> None:
-        """Decompress ``payload`` into the float32 array ``out``, of the same shape as the ``values`` of `encode`."""
+        """Decompress ``payload`` into the float32 array ``out``."""
         self.check(out, payload)
         if out.size:
             self._decode(payload, out)
 
     def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times the decoded ``payload`` to the float32 array ``out``. Each value is rounded once."""
+        """Add ``factor`` times the decompressed ``payload`` to the float32 ``out``. Each value is rounded once."""
         self.check(out, payload)
         if out.size:
             self._add(payload, out, np.float32(factor))
 
     @abstractmethod
-    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress the nonempty ``values`` into ``payload``. ``key``: random stream."""
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None: ...
 
     @abstractmethod
-    def _decode(self, payload: Array, out: Array) -> None:
-        """Decompress ``payload`` into the nonempty array ``out``."""
+    def _decode(self, payload: Array, out: Array) -> None: ...
 
     @abstractmethod
-    def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
-        """Add ``factor`` times the decompressed ``payload`` to the nonempty array ``out``."""
+    def _add(self, payload: Array, out: Array, factor: np.float32) -> None: ...
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload that decodes to NaN, so that all ranks detect non-finite values. ``key``: as in `encode`."""
+        """Write a payload that decodes to NaN, so that all ranks detect non-finite values."""
         payload[...] = 0xFF  # every scale and float becomes NaN
 
     def summable(self, payload: Array) -> Array:
@@ -124,7 +116,7 @@ class Compressor(ABC):
         )
 
     def check(self, values: Array, payload: Array) -> None:
-        """Raise UsageError unless both buffers are contiguous, with the expected dtypes, sizes and alignment."""
+        """Raise UsageError unless both buffers have the expected dtype, size, alignment and layout."""
         expected = self.payload_bytes(values.size)
         if values.ndim != 1 or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise UsageError(
@@ -143,7 +135,7 @@ class Compressor(ABC):
 
 
 class DenseCompressor(Compressor):
-    """Base class of compressors that encode each value separately."""
+    """Base class of compressors that encode every value."""
 
     def _decode(self, payload: Array, out: Array) -> None:
         if is_device(out):
@@ -158,12 +150,10 @@ class DenseCompressor(Compressor):
             self._decode_on_host(payload, out, factor)
 
     @abstractmethod
-    def _decoded(self, payload: Array, n: int) -> Array:
-        """Return the ``n`` values that ``payload`` encodes, as a GPU array."""
+    def _decoded(self, payload: Array, n: int) -> Array: ...
 
     @abstractmethod
-    def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
-        """Write the decompressed ``payload`` to ``out``. If ``factor`` is not None, add ``factor`` times the values."""
+    def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None: ...
 
 
 def align(offset_bytes: int) -> int:
@@ -174,7 +164,7 @@ def align(offset_bytes: int) -> int:
 class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
-    In a step, call `encode` or `compensate` once for each range, and then `keep`, or `rollback` if the step is skipped.
+    A step calls `encode` or `compensate` once per range, and then `keep`, or `rollback` if the step is skipped.
     """
 
     def __init__(
@@ -195,20 +185,13 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
-        """Compress ``gradient`` plus the residual of the parameter range ``where`` into ``payload``.
-
-        ``gradient`` has shape (where.size,). The compression error becomes the new residual of the range. ``key`` is
-        the random stream of ``compressor``.
-        """
+        """Compress ``gradient`` plus the residual of the range ``where``, and keep the error as the new residual."""
         compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Add ``gradient`` to the residual of the parameter range ``where``, in place. Return a view of the sum.
-
-        The caller must subtract the values that the payload encodes from this view.
-        """
+        """Return ``gradient`` plus the residual of the range ``where``. The caller must subtract what it sends."""
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
             raise UsageError(
@@ -231,7 +214,7 @@ class ErrorFeedback:
         return residual
 
     def keep(self) -> None:
-        """End a step whose update begins, and keep the new residuals."""
+        """End a step, and keep the new residuals."""
         self._open.clear()
 
     def rollback(self) -> None:

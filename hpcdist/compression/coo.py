@@ -20,7 +20,7 @@ MOST_ELEMENTS: Final = (1 << 31) - 1  # the largest count that int32 indices rea
 
 @functools.lru_cache(maxsize=1 << 12)
 def count_of(n: int, density: float) -> int:
-    """Return the number of elements to send of ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0."""
+    """Return the number of values to send of ``n`` values: max(1, ceil(density n)), or 0 if ``n`` is 0."""
     # Raises UsageError if `n` is too large for int32 indices.
     if n > MOST_ELEMENTS:
         raise UsageError(
@@ -49,7 +49,7 @@ def values(payload: Array) -> Array:  # (k,) of float32
 
 
 def write(payload: Array, out: Array) -> None:
-    """Fill float32 ``out``, of shape (n,), with zeros, then write the values of the sparse ``payload`` into it."""
+    """Decode the sparse ``payload`` into the float32 array ``out``, whose other elements become 0."""
     out[...] = 0
     if is_device(out):
         out[indices(payload)] = values(payload)
@@ -58,7 +58,7 @@ def write(payload: Array, out: Array) -> None:
 
 
 def add(payload: Array, out: Array, factor: float | np.float32 = 1.0) -> None:
-    """Add ``factor`` times the values in the sparse ``payload`` to float32 ``out``, of shape (n,), at their indices."""
+    """Add ``factor`` times the values of the sparse ``payload`` to the elements of ``out`` at their indices."""
     scale = np.float32(factor)
     if is_device(out):
         where = indices(payload)
@@ -68,7 +68,7 @@ def add(payload: Array, out: Array, factor: float | np.float32 = 1.0) -> None:
 
 
 def clear(payload: Array, out: Array) -> None:
-    """Write zeros to ``out``, of shape (n,), at the indices of the sparse ``payload``."""
+    """Write zeros to ``out`` at the indices of the sparse ``payload``."""
     where = indices(payload)
     if is_device(out):
         out[where] = 0

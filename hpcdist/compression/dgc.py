@@ -31,10 +31,7 @@ def density_at(stage: int, final: float) -> float:
 
 
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
-    """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``).
-
-    ``norm_squared``: square of the norm. ``limit`` 0 means no limit.
-    """
+    """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``). 0 means no limit."""
     # `norm_squared` is the square of the norm. `limit` 0 means no limit.
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
@@ -47,10 +44,7 @@ def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
 
 
 class DeepGradientCompression:
-    """State of deep gradient compression for a tensor of ``n`` elements: velocity and unsent values.
-
-    Keyword-only ``held``: existing arrays to use for both states, instead of new arrays.
-    """
+    """State of deep gradient compression for a tensor of ``n`` elements: velocity and unsent values."""
 
     def __init__(
         self,
@@ -60,7 +54,7 @@ class DeepGradientCompression:
         nesterov: bool = False,
         masks_velocity: bool = True,
         on: str = "cpu",
-        held: tuple[Array, Array] | None = None,
+        held: tuple[Array, Array] | None = None,  # existing arrays for both states
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum must be at least 0 and below 1, got {momentum}")
@@ -82,7 +76,7 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest unsent values to ``payload`` (8 bytes per value), and set these unsent values to 0."""
+        """Write the k largest unsent values to ``payload`` (8 bytes per value), and set them to 0."""
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         # momentum factor masking
@@ -90,7 +84,7 @@ class DeepGradientCompression:
             coo.clear(payload, self.velocity)
 
     def release(self, out: Array) -> None:
-        """Write all unsent values to ``out``, of shape (n,), and set them to 0. The velocity does not change."""
+        """Write all unsent values to ``out``, of shape (n,), and set them to 0."""
         out[...] = self.unsent
         self.unsent[...] = 0
 

@@ -46,16 +46,13 @@ class AdamMoments:
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
-    """Return the byte range of each payload in one message, for payload sizes ``sizes_bytes``. Starts are aligned."""
+    """Return the byte range of each payload in one message, for the given payload sizes. Starts are aligned."""
     starts = accumulate(sizes_bytes, lambda start, size: align(start + size), initial=0)
     return [Range(start, start + size) for start, size in zip(starts, sizes_bytes, strict=False)]
 
 
 class OneBitAdam:
-    """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local.
-
-    ``moments``: decay rates. A warm-up step calls `warm`; `freeze` ends the warm-up.
-    """
+    """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local."""
 
     def __init__(
         self,
@@ -83,7 +80,7 @@ class OneBitAdam:
         self.server_error: Array = backend.zeros(self.own.size, real, on)
 
     def warm(self, gradient: Array) -> None:
-        """Update both Adam moments with the reduced ``gradient``, then overwrite ``gradient`` with the Adam step."""
+        """Run a warm-up step: update both moments with the reduced ``gradient``, and overwrite it with the step."""
         self._check(gradient, frozen=False)
         self.count += 1
         beta1, beta2 = self.moments.beta1, self.moments.beta2
@@ -108,7 +105,7 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze` in a job of one rank: the variance can change again, and warm-up steps follow."""
+        """Undo `freeze` in a job of one rank, so that warm-up steps follow."""
         # The compression errors are added to the momentum and set to 0.
         assert self.is_frozen and self.ranks == 1, "with several ranks, the errors must be sent, not added to m"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
@@ -120,7 +117,7 @@ class OneBitAdam:
         self.is_frozen = False
 
     def accumulate(self, gradient: Array) -> None:
-        """Begin a step: update the momentum with this rank's ``gradient`` of shape (n,), which stays unchanged."""
+        """Begin a step: update the momentum with this rank's ``gradient`` of shape (n,)."""
         self._check(gradient, frozen=True)
         self.count += 1
         beta1 = np.float32(self.moments.beta1)
@@ -128,26 +125,26 @@ class OneBitAdam:
         run(gradient, self.m, self.v, self.worker_error, beta1, np.float32(1 - self.moments.beta1))
 
     def encode_worker(self, owner: int, payload: Array, key: RandomKey) -> None:
-        """Compress this rank's momentum in rank ``owner``'s chunk into ``payload``. ``key``: random stream."""
+        """Compress this rank's momentum in the chunk of rank ``owner`` into ``payload``. ``key``: random stream."""
         # The compression error stays in `worker_error`, and is added to the momentum of the next step.
         self._encode(self.worker_error[self.chunks[owner].slice], payload, key)
 
     def add_worker(self, payload: Array) -> None:
-        """Add ``payload``, a rank's `encode_worker` result, divided by the number of ranks, to the mean momentum."""
+        """Add ``payload``, a rank's `encode_worker` result, to the mean momentum of this rank's chunk."""
         self.compressor.add(payload, self.server_error, 1 / self.ranks)
 
     def encode_server(self, payload: Array, key: RandomKey) -> None:
-        """Compress the mean momentum of the chunk that this rank owns into ``payload``. ``key``: random stream."""
+        """Compress the mean momentum of this rank's chunk into ``payload``. ``key``: random stream."""
         # The compression error is kept for the next step.
         self.server_error *= self.v[self.own.slice] > 0
         self._encode(self.server_error, payload, key)
 
     def receive(self, owner: int, payload: Array) -> None:
-        """Decode ``payload``, from `encode_server` on rank ``owner``, into this rank's copy of the momentum."""
+        """Decode the result ``payload`` of `encode_server` on rank ``owner`` into this rank's momentum."""
         self.compressor.decode(payload, self.m[self.chunks[owner].slice])
 
     def direction(self, out: Array) -> None:
-        """Write the optimizer step, without the learning rate, to ``out``, of shape (n,), after all `receive` calls."""
+        """Write the optimizer step, without learning rate, to ``out``, of shape (n,), after all `receive` calls."""
         self._check(out, frozen=True)
         correction = np.float32(1 / (1 - self.moments.beta1**self.count))
         run = _direction_ufuncs if is_device(out) else _direction

@@ -29,7 +29,7 @@ _DEPENDENT: Final = 1e-9  # a column's remainder below this share of its norm is
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor of ``shape`` viewed as a matrix, with the smallest rows + columns."""
+    """Return (rows, columns) with the smallest sum among the views of a tensor of ``shape`` as a matrix."""
     splits = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
     return min(splits, key=sum, default=(math.prod(shape), 1))
 
@@ -37,8 +37,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
     """Return the rank of PowerSGD's factors for a tensor of ``shape``, or 0 to send the tensor uncompressed.
 
-    ``rank``: requested rank, at least 1. ``least_saving``: the factors are used if they are smaller than the tensor by
-    more than this ratio. Do not call this for stacks of vectors.
+    ``rank``: requested rank. ``least_saving``: minimum ratio of the sizes of the tensor and its factors.
     """
     if rank < 1:
         raise UsageError(f"the rank of PowerSGD must be at least 1, got {rank}")
@@ -50,20 +49,14 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return the pair of float32 counts in a step's two allreduces for a tensor of ``shape``.
-
-    The allreduces send the factors P and Q, or the uncompressed tensor and nothing. Other arguments: as for `rank_of`.
-    """
+    """Return the numbers of float32 elements in the two allreduces of a step for a tensor of ``shape``."""
     clamped = rank_of(shape, rank, least_saving)
     rows, columns = matrix_shape(shape)
     return (clamped * rows, clamped * columns) if clamped else (rows * columns, 0)
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
-    """Return the bytes that a rank passes to a step's two allreduces for tensors of ``shapes``.
-
-    ``rank``, ``least_saving``: as for `rank_of`.
-    """
+    """Return the bytes that a rank passes to the two allreduces of a step for tensors of ``shapes``."""
     # `rank` and `least_saving`: as for `rank_of`.
     # 4 r (a + b) bytes for an a x b matrix with factors of rank r
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
@@ -72,8 +65,7 @@ def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float =
 class PowerSgd:
     """State of PowerSGD for one matrix M, which includes the residual. Methods are local.
 
-    In each step, call `project`, `orthogonalise` after the first allreduce, `project_back`, and `reconstruct` after the
-    second.
+    A step calls `project`, `orthogonalise` after the first allreduce, `project_back`, and `reconstruct` after the last.
     """
 
     def __init__(self, shape: Sequence[int], rank: int, *, seed: int, tensor: int, on: str = "cpu") -> None:
@@ -90,7 +82,7 @@ class PowerSgd:
         self.query: Array = self._first.copy()  # the factor Q of the last step, (columns, rank)
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write the product of ``matrix`` and the last factor Q to ``p``. The caller averages ``p`` over ranks."""
+        """Write the product of ``matrix`` and the last factor Q to ``p``, to be averaged over ranks."""
         # Orthonormal too: Q has the scale of the gradient, and M Q would have the square of this scale.
         orthogonalise(self.query)
         alive = (self.query * self.query).sum(axis=0) > 0  # (rank,)
@@ -103,12 +95,12 @@ class PowerSgd:
         orthogonalise(self._p(p))
 
     def project_back(self, matrix: Array, p: Array, q: Array) -> None:
-        """Write the product of the transposed ``matrix`` and ``p`` to ``q``. The caller averages ``q`` over ranks."""
+        """Write the product of the transposed ``matrix`` and ``p`` to ``q``, to be averaged over ranks."""
         with np.errstate(all="ignore"):
             namespace(q).matmul(self._matrix(matrix).T, self._p(p), out=self._q(q))
 
     def reconstruct(self, p: Array, q: Array, out: Array) -> None:
-        """Write the decompressed matrix P Q^T to the 1-D ``out``. Keep the averaged ``q`` for the next step."""
+        """Write the decompressed matrix P Q^T to ``out``, and keep the averaged ``q`` for the next step."""
         self.query[...] = self._q(q)
         with np.errstate(all="ignore"):
             namespace(out).matmul(self._p(p), self.query.T, out=self._matrix(out))

@@ -30,13 +30,10 @@ _OFFSET: Final = 0xFFFF_FFFF  # the counter of the offset; counters of the strat
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Compressor):
-    """Compressor that sends k = ``density`` n values at random indices.
-
-    ``scaled`` True: multiply the values by n / k, for use without error feedback.
-    """
+    """Compressor that sends k = ``density`` n values at random indices."""
 
     density: float
-    scaled: bool = True
+    scaled: bool = True  # multiply the values by n / k, for use without error feedback
 
     name: ClassVar[str] = "randomk"
     is_linear: ClassVar[bool] = True
@@ -85,7 +82,7 @@ def _name(payload: Array, key: RandomKey) -> None:
 
 
 def indices(payload: Array, n: int) -> Array:  # (k,) of int64
-    """Return the index of each value in ``payload``: distinct random numbers from 0 to n - 1, in any order."""
+    """Return the index of each value in ``payload``: distinct random numbers from 0 to n - 1."""
     k = (payload.size - HEADER_BYTES) // 4
     named = payload[:HEADER_BYTES].view(np.uint32)
     if is_device(payload):

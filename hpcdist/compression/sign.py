@@ -69,10 +69,7 @@ class SignSgd(DenseCompressor):
 
 
 def magnitude(values: Array, *, is_norm: bool) -> Any:
-    """Return the float32 scale of the n > 0 ``values``: the mean magnitude, or the root mean square.
-
-    Keyword-only ``is_norm``: True for the root mean square.
-    """
+    """Return the mean magnitude of ``values`` as float32, or the root mean square if ``is_norm`` is True."""
     if is_device(values):
         return _magnitude_arrays(values, is_norm)
     sums = np.empty(-(-values.size // GROUP), np.float64)

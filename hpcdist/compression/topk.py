@@ -25,10 +25,7 @@ _MULTIPLIER: Final = 0x9E3779B1  # scatters the sample within its strides, again
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compressor):
-    """Compressor that sends the fraction ``density`` of the values with the largest magnitudes, at least one value.
-
-    On the host, NaN and infinity raise NonFiniteError. On a GPU, the caller must check for NaN and infinity.
-    """
+    """Compressor that sends the fraction ``density`` of the values with the largest magnitudes."""
 
     density: float
 
@@ -65,7 +62,7 @@ def select(values: Array, payload: Array) -> None:
     if n == 0:
         return
     if is_device(values):
-        _select_device(values, payload, k)
+        _select_device(values, payload, k)  # the caller must check for NaN and infinity
         return
     words, places, threshold, ties = _threshold(values.view(np.uint32), k)
     if _emit(words, places, np.uint32(threshold), ties, payload.view(np.uint32), k):

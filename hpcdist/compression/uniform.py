@@ -47,22 +47,19 @@ _KEYLESS: Final = (0, 0, 0, 0, 0)
 
 
 def levels_of(bits: int) -> int:
-    """Return the largest quantised value s = 2^(bits - 1) - 1. Values are -s to s, their codes 1 to 2 s + 1."""
+    """Return the largest quantised value s = 2^(bits - 1) - 1. Quantised values are the integers -s to s."""
     return (1 << (bits - 1)) - 1
 
 
 class BlockCompressor(DenseCompressor):
-    """Base class of quantisers to codes of ``bits`` bits. Each group of ``width`` values shares a scale.
-
-    ``scaling`` selects the scale: the largest magnitude or the 2-norm of these values.
-    """
+    """Base class of quantisers to codes of ``bits`` bits. Each block of ``width`` values has one scale."""
 
     bits: int
-    scaling: ClassVar[int]
+    scaling: ClassVar[int]  # MAXIMUM or NORM of a block
 
     @property
     def width(self) -> int:
-        """Number of values that share a scale."""
+        """Number of values with a common scale."""
         raise NotImplementedError
 
     def payload_bytes(self, n: int) -> int:

@@ -32,7 +32,7 @@ MAX_BLOCKS: Final = 1024  # row ranges of `spread_blocks`; each costs a lookup i
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table."""
+    """Column of a table: a 1-D or 2-D dataset."""
 
     name: str
     dtype: str
@@ -46,14 +46,11 @@ def create(
     name: str,
     described: Sequence[Column],
     *,
-    second: str = "",
-    width: int = 0,
+    second: str = "",  # name of the second dimension of 2-D columns
+    width: int = 0,  # its length
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create the table ``name`` with the columns ``described``. The first column is the scale of the rows.
-
-    The keyword ``second`` names the scale of the second dimension of 2-D columns, and ``width`` is its length.
-    """
+    """Create the table ``name`` with the columns ``described``, the first of which is the scale of the rows."""
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
     for column in described:
@@ -112,10 +109,7 @@ def shorten(file: h5py.File, name: str, rows: int) -> None:
 
 
 def read(file: h5py.File, name: str, max_rows: int | None = None) -> dict[str, np.ndarray]:
-    """Return {column name: array} of the first ``max_rows`` rows (None: all) of the table ``name``.
-
-    All arrays are as long as the shortest column. Raises h5py's errors for a damaged file.
-    """
+    """Return {column name: first ``max_rows`` rows (None: all)} of the table ``name``."""
     datasets = columns(file, name)
     lengths = [dataset.shape[0] for dataset in datasets.values()]
     length = min(lengths if max_rows is None else [max_rows, *lengths])
@@ -123,7 +117,7 @@ def read(file: h5py.File, name: str, max_rows: int | None = None) -> dict[str, n
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return {column name: dataset} of the table ``name``. Raises ValueError if a dataset is larger than the file."""
+    """Return {column name: dataset} of the table ``name``. Raises ValueError if a dataset exceeds the file."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
@@ -137,7 +131,7 @@ def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
 
 @dataclass(frozen=True)
 class MetricsTable:
-    """Declaration of a table, whose rows are ordered by the first column, such as the step."""
+    """Declaration of a table whose rows are ordered by its first column, such as the step."""
 
     name: str
     columns: tuple[Column, ...]
@@ -152,8 +146,7 @@ class MetricsTable:
     def append(self, file: h5py.File, /, **values: Any) -> None:
         """Append rows to the table in the open ``file``. Local.
 
-        Each column is a keyword: one value for all rows, or an array of shape (rows,) or (rows, width). Texts that are
-        too long for the column are truncated.
+        Each column is a keyword: one value for all rows, or an array of shape (rows,) or (rows, width).
         """
         rows = {column.name: _array(values[column.name], np.dtype(column.dtype)) for column in self.columns}
         count = max((len(row) for row in rows.values() if row.ndim), default=1)
@@ -165,7 +158,7 @@ class MetricsTable:
         extend(file, self.name, {name: row if row.ndim else np.full(count, row) for name, row in rows.items()})
 
     def drop_from(self, file: h5py.File, first: float) -> None:
-        """Drop all rows from the first row whose first column is at least ``first``. Local."""
+        """Drop all rows from the first row on whose first column is at least ``first``. Local."""
         values = columns(file, self.name)[self.columns[0].name][...]
         later = np.flatnonzero(values >= first)
         shorten(file, self.name, int(later[0]) if later.size else len(values))
@@ -190,7 +183,7 @@ def spread_blocks(rows: int, chunk: int, limit: int) -> list[tuple[int, int]]:
 
 
 def read_spread(file: h5py.File, name: str, columns: Sequence[str], limit: int) -> tuple[dict[str, np.ndarray], bool]:
-    """Return {column: values} of about ``limit`` evenly spread rows of the table ``name``, and True for all rows."""
+    """Return {column: values} of about ``limit`` evenly spread rows of a table, and True if these are all rows."""
     if name not in file or not file[f"{name}/{columns[0]}"].shape[0]:
         return {}, True
     datasets_of = {column: file[f"{name}/{column}"] for column in columns}
@@ -216,7 +209,7 @@ def _truncated(text: str, limit: int) -> bytes:
 
 
 def texts(values: np.ndarray) -> list[str]:
-    """Return ``values``, the byte strings of a column, as a list of str."""
+    """Return the byte strings ``values`` of a column as a list of str."""
     return [value.decode(errors="replace") for value in values.tolist()]
 
 
@@ -225,7 +218,7 @@ Region = tuple[Box, str, str, Sequence[int], Box]  # box in the whole; file, dat
 
 
 class DatasetMaker:
-    """Maker of datasets, and of their parent groups, in the open ``file``."""
+    """Creates datasets, and their parent groups, in the open ``file``."""
 
     def __init__(self, file: h5py.File) -> None:
         self._file = file
@@ -244,7 +237,7 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Create a dataset, allocated but not written. Return the byte offset of its elements in the file."""
+        """Allocate a dataset without writing it. Return the byte offset of its elements in the file."""
         dataset = h5d.create(
             self._file.id, name.encode(), self._type(dtype), self._space(shape), self._contiguous, self._links
         )
@@ -321,7 +314,7 @@ FILTER_NAMES: Final = {
 
 
 def check_filters(dataset: h5py.Dataset) -> None:
-    """Raise MissingCapabilityError if an HDF5 filter that ``dataset`` needs is missing. Imports hdf5plugin."""
+    """Raise MissingCapabilityError if no plugin provides an HDF5 filter that ``dataset`` needs."""
     # Optional filters that the writer of the file skipped are not needed.
     if not _missing_filters(dataset):
         return

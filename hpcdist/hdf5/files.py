@@ -37,7 +37,7 @@ MOST_TEXT: Final = 1 << 20  # maximum number of characters of an attribute
 
 
 def attributes_of(file: h5py.File) -> dict[str, float | str]:
-    """Return the root attributes of ``file`` that are one number or text. Other and damaged ones are skipped."""
+    """Return the root attributes of ``file`` that are a number or a text. Damaged attributes are skipped."""
     attributes: dict[str, float | str] = {}
     for name in file.attrs:
         try:
@@ -62,16 +62,13 @@ class Blocks(Protocol):
         """Data type of the elements, which HDF5 must support."""
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield all elements as 1-D arrays, each valid until the next iteration.
-
-        ``offset``: byte offset of the first element in the file, for alignment to pages.
-        """
+        """Yield all elements as 1-D arrays, each valid until the next one. ``offset``: byte offset in the file."""
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
-    """Open the HDF5 file ``path`` for reading. The caller must close it. Raises StorageError.
+    """Open the HDF5 file ``path`` for reading, with this ``schema``, if any, in at most this ``version``.
 
-    If ``schema`` is given, the file must have this schema, in at most this ``version``.
+    The caller must close the file. Raises StorageError.
     """
     path = Path(path)
     if not path.is_file():
@@ -260,7 +257,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError if ``path`` exists or cannot be written. Creates and removes a test file."""
+    """Raise StorageError if ``path`` exists or cannot be written."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove the file, or choose another --output")
@@ -280,7 +277,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous ``array`` with a dtype that HDF5 supports: bfloat16 is viewed as uint16."""
+    """Return a contiguous ``array`` in a dtype that HDF5 supports: bfloat16 becomes uint16."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -298,8 +295,7 @@ def write_contiguous(
 ) -> dict[str, int]:
     """Write ``datasets`` to a new HDF5 file, and fsync it. Return {dataset name: byte offset of its elements}.
 
-    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError, and leaves
-    no file.
+    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError.
     """
     path = Path(path)
     try:

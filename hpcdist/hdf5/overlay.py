@@ -48,7 +48,7 @@ def journal_of(path: Path) -> Path:
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
     """Return the redo journal of a commit that sets the file to ``size`` bytes and replaces ``pages``.
 
-    ``pages``: {page number: new content}. ``before``: {page number: old content}, whose digests the journal stores.
+    ``pages``, ``before``: {page number: content} after and before the commit.
     """
     numbers = sorted(pages)
     digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
@@ -58,10 +58,7 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return (new file size, {page number: new content}) of an unfinished commit to ``path``, or None.
-
-    None: there is no complete journal of this file.
-    """
+    """Return (new file size, {page number: new content}) of an unfinished commit to ``path``, or None."""
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
         data = regular.read(journal_of(path), 2 * path.stat().st_size + (1 << 20))
@@ -85,13 +82,11 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 
 
 class Overlay(io.RawIOBase):
-    """File object for h5py's driver "fileobj". Changes of the file ``path`` reach the disk only at `commit`.
-
-    If the keyword ``read_only`` is True, the changes of an unfinished commit are visible, but not written. After an
-    exception, call only `close`.
-    """
+    """File object for h5py's driver "fileobj". Changes of the file ``path`` reach the disk only at `commit`."""
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
+        # If `read_only`, the changes of an unfinished commit are visible, but not written. After an exception, only
+        # `close` may be called.
         super().__init__()
         self._path = path
         mode = os.O_RDONLY if read_only else os.O_RDWR
@@ -181,10 +176,7 @@ class Overlay(io.RawIOBase):
         return self._size
 
     def commit(self, *, wait: bool = True) -> None:
-        """Write the changes to the disk. Raises OSError, and then leaves the file unchanged.
-
-        If the keyword ``wait`` is False, call `fsync` afterwards.
-        """
+        """Write the changes to the disk. If this raises OSError, the file is unchanged. ``wait``: also call `fsync`."""
         if self._failure is not None:
             raise self._failure
         before = -(-self._original // PAGE_BYTES)  # first page that needs new disk space

@@ -43,7 +43,7 @@ class VirtualDataset:
 
 
 def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes, in ascending order, that cover elements ``start`` to ``stop - 1`` of an array of this ``extent``."""
+    """Yield boxes that cover elements ``start`` to ``stop - 1`` of an array of shape ``extent``, in ascending order."""
     if start >= stop:
         return
     if not extent:
@@ -71,10 +71,7 @@ def write(
     schema: str,
     version: int,
 ) -> None:
-    """Write ``datasets``, {name: `VirtualDataset`}, to a new HDF5 file, and fsync it.
-
-    ``attributes``: root attributes of the file. Raises StorageError, and leaves no file.
-    """
+    """Write ``datasets``, {name: `VirtualDataset`}, to a new HDF5 file, and fsync it. Raises StorageError."""
     path = Path(path)
     try:
         with Overlay(path, create=True) as overlay:

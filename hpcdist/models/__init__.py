@@ -24,7 +24,7 @@ def build(
     width: int = 0,
     channels: int = 0,
 ) -> "Model":
-    """Build the model that ``config`` describes. Keyword-only arguments are the sizes of the data.
+    """Build the model that ``config`` describes. The keyword arguments are the sizes of the data.
 
     Transformers need ``context``. An mlp needs ``features`` and ``classes``. A convnet needs ``height``, ``width``,
     ``channels`` and ``classes``. ``dtype`` "bfloat16" and "float16" need a GPU. Raises ConfigurationError.

@@ -25,14 +25,11 @@ NOTHING: Final = np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Use of the memory blocks of an `Arena`, recorded from `Arena.begin_record` to `Arena.end_record`.
+    """Recording of the use of an `Arena`'s memory blocks, which `Arena.repeat` can replay."""
 
-    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: all scratch arrays of the arena.
-    """
-
-    taken: frozenset[int]
+    taken: frozenset[int]  # indices of the blocks that `Arena.take` returned
     changes: tuple[tuple[int, int], ...]  # (index of the block, change of the number of users)
-    scratch: tuple[Array, ...]
+    scratch: tuple[Array, ...]  # all scratch arrays of the arena
 
 
 class Arena:
@@ -52,14 +49,14 @@ class Arena:
         self._fixed = set[int]()  # blocks for `repeat`, which must not grow
 
     def saved(self, layer: int, microbatch: int = 0) -> "ArenaSaved":
-        """Return the `Saved` object of this layer and micro-batch. Create it if it does not exist."""
+        """Return the `Saved` object of this layer and micro-batch, and create it if necessary."""
         key = (layer, microbatch)
         if key not in self._live:
             self._live[key] = ArenaSaved(self, key)
         return self._live[key]
 
     def take(self, nbytes: int) -> int:
-        """Take a free block of at least ``nbytes`` bytes, or allocate one. Return the index of the block."""
+        """Take a free block of at least ``nbytes`` bytes, or allocate a block. Return its index."""
         slot = bisect_left(self._free, (nbytes, -1))
         if slot < len(self._free) and self._free[slot][0] <= max(MAX_WASTE * nbytes, ALIGN_BYTES):
             index = self._free.pop(slot)[1]
@@ -92,21 +89,21 @@ class Arena:
         return None
 
     def share(self, index: int) -> None:
-        """Count one more user of block ``index``. The block becomes free after one `give` per user."""
+        """Count one more user of block ``index``. Each user must call `give` before the block becomes free."""
         self._uses[index] += 1
 
     def give(self, index: int) -> None:
-        """Count one user less of block ``index``. The block becomes free when it has no users."""
+        """Count one user less of block ``index``. A block without users is free."""
         self._uses[index] -= 1
         if not self._uses[index]:
             insort(self._free, (self._blocks[index].nbytes, index))
 
     def begin_record(self) -> None:
-        """Start to record the use of memory blocks. `end_record` ends the recording."""
+        """Start to record the use of memory blocks, until `end_record`."""
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """End the recording that `begin_record` started. Return the recorded use of the memory blocks."""
+        """End the recording, and return the use of memory blocks since `begin_record`."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -115,11 +112,11 @@ class Arena:
         return BlockUse(taken, tuple(change for change in changes if change[1]), tuple(self._scratch.values()))
 
     def has_free(self, use: BlockUse) -> bool:
-        """Return True if all memory blocks in the recording ``use``, a result of `end_record`, are free now."""
+        """Return True if all memory blocks of the recording ``use`` are free now."""
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Take and free the same blocks as in the recording ``use``. Requires that ``has_free(use)`` is True."""
+        """Take and free the same memory blocks as in the recording ``use``. They must be free, see `has_free`."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -141,7 +138,7 @@ class Arena:
         return _shaped(self._blocks[index], shape, dtype)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the scratch array ``name`` of this shape. Later calls with this ``name`` reuse or grow its memory."""
+        """Return the scratch array ``name`` with this shape. Calls with the same ``name`` share memory."""
         nbytes = prod(shape) * np.dtype(dtype).itemsize
         block = self._scratch.get(name)
         if block is None or block.nbytes < nbytes:
@@ -149,7 +146,7 @@ class Arena:
         return _shaped(block, shape, dtype)
 
     def forget(self, key: tuple[int, int], released: "ArenaSaved") -> None:
-        """Remove the `ArenaSaved` of ``key`` = (layer, micro-batch) from the arena if it is the object ``released``."""
+        """Remove the `ArenaSaved` ``released`` from the arena. ``key``: (layer, micro-batch)."""
         if self._live.get(key) is released:
             del self._live[key]
 
@@ -166,11 +163,9 @@ class Arena:
 
 @dataclass(frozen=True)
 class SavedState:
-    """Names, arrays and objects of an `ArenaSaved`, for a later `ArenaSaved.restore`.
+    """Snapshot of the names, arrays and objects of an `ArenaSaved`, without copies of the array contents."""
 
-    The contents of the arrays are not copied. The replay of a CUDA graph writes them again, at the same addresses.
-    """
-
+    # The replay of a CUDA graph writes the array contents again, at the same addresses.
     values: dict[str, Any]
     taken: tuple[int, ...]
     held: tuple[tuple[str, int | None], ...]
@@ -179,7 +174,7 @@ class SavedState:
 
 
 class ArenaSaved:
-    """`hpcdist.models.stage.Saved` whose arrays are in blocks of an `Arena`."""
+    """Implementation of `hpcdist.models.stage.Saved` whose arrays are in blocks of an `Arena`."""
 
     def __init__(self, arena: Arena, key: tuple[int, int]) -> None:
         self._arena = arena
@@ -226,11 +221,11 @@ class ArenaSaved:
         self._held.append((name, index))
 
     def state(self) -> SavedState:
-        """Return a snapshot of the stored arrays and objects, for a later `restore`. Array contents are not copied."""
+        """Return a snapshot of the stored arrays and objects. The array contents are not copied."""
         return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
 
     def restore(self, state: SavedState) -> None:
-        """Restore arrays and objects of the snapshot ``state``, but not array contents. Call `Arena.repeat` first."""
+        """Restore the arrays and objects of a snapshot, but not the array contents. Call `Arena.repeat` first."""
         self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
         self.deferred, self.draw = dict(state.deferred), state.draw
 

@@ -29,7 +29,7 @@ from hpcdist.models.stage import (
 
 
 def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...]:
-    """Return the stages of an mlp: ``config.layers`` hidden layers, and a head that outputs ``classes`` logits."""
+    """Return the stages of an mlp: the hidden layers, and a head that outputs ``classes`` logits."""
     if features < 1 or classes < 1:
         raise ConfigurationError(
             f"the data has {features} features and {classes} classes; an mlp needs at least 1 and 1: check data.path"
@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x as ``dtype``, in memory that ``saved`` allocates. Integers are divided by the maximum of their type."""
+    """Return x converted to ``dtype``. Integers are divided by the maximum of their type."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -54,7 +54,7 @@ def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
 
 
 class Dense(DeclaredStage):
-    """Layer of an mlp: linear layer, activation and dropout. The last layer has only the linear layer."""
+    """Layer of an mlp: linear layer, activation and dropout. The last layer is only linear."""
 
     def __init__(self, layer: int, inputs: int, outputs: int, activation: str, dropout: float) -> None:
         self.activation, self.dropout = activation, dropout if activation else 0.0
@@ -70,10 +70,7 @@ class Dense(DeclaredStage):
         parameters["linear.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of shape (batch, outputs) for x, integers or floats of shape (batch, inputs).
-
-        ``operations``: layer functions. ``saved``: stores activations for the backward pass.
-        """
+        """Return the output of shape (batch, outputs) for x, integers or floats of shape (batch, inputs)."""
         x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:
@@ -92,7 +89,7 @@ class Dense(DeclaredStage):
 
 
 def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
-    """Return the stages of a convnet: ``config.layers`` convolutions, and a head that outputs ``classes`` logits."""
+    """Return the stages of a convnet: the convolutions, and a head that outputs ``classes`` logits."""
     if min(height, width, channels, classes) < 1:
         raise ConfigurationError(
             f"the data has {height} x {width} pixels, {channels} channels and {classes} classes; for a convnet, each "
@@ -126,7 +123,7 @@ class Convolution(DeclaredStage):
         super().__init__(layer, specs, self.shape)
 
     def input_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape of the input of this convolution layer: (samples, height, width, input channels)."""
+        """Return the input shape for ``samples`` samples: (samples, height, width, input channels)."""
         return samples, *self.picture
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
@@ -138,10 +135,7 @@ class Convolution(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the layer's output. x and the output have the shape (batch, height, width, channels).
-
-        ``operations``: layer functions. ``saved``: stores activations. Raises UsageError for pictures of another size.
-        """
+        """Return the output for pictures x. Both have the shape (batch, height, width, channels)."""
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):
                 raise UsageError(

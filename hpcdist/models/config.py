@@ -109,24 +109,24 @@ class ModelConfig:
 
     @property
     def inner(self) -> int:
-        """Inner width (columns between its two matrices) of a block's dense feed-forward."""
+        """Width of the hidden layer of a block's dense feed-forward."""
         if self.feed_forward:
             return self.feed_forward
         return -(-8 * self.hidden // (3 * ROUND_UP)) * ROUND_UP if self.activation == "swiglu" else 4 * self.hidden
 
     @property
     def expert_inner(self) -> int:
-        """Inner width (columns between its two matrices) of one expert's feed-forward."""
+        """Width of the hidden layer of one expert's feed-forward."""
         return self.expert_hidden or self.inner
 
     @property
     def kv_width(self) -> int:
-        """Number of columns of a token's keys, and also of its values: number of key heads times head size."""
+        """Number of columns of a token's keys, and of its values: number of key heads times head size."""
         return (self.kv_heads or self.heads) * self.hidden // self.heads
 
     @property
     def mask(self) -> int:
-        """Id of the token that stands for a masked token in an encoder's input."""
+        """Id of the token that replaces a masked token in an encoder's input."""
         return self.vocabulary - 1 if self.mask_token < 0 else self.mask_token
 
     def __post_init__(self) -> None:
@@ -134,17 +134,17 @@ class ModelConfig:
 
 
 def applies(name: str, kind: str) -> bool:
-    """Return True if the key ``name`` of [model] has an effect with ``model.kind`` = ``kind``."""
+    """Return True if the key ``name`` of [model] has an effect for models of this ``kind``."""
     return name == "kind" or kind in _ONLY.get(name, TRANSFORMERS if name in EXPERT_KEYS else BUILT)
 
 
 def speed_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of training speed for model kind ``kind``: "tokens", or "samples" if samples have one target."""
+    """Return the unit of training speed of a model ``kind``: "tokens", or "samples" if samples have one target."""
     return "tokens" if tokens_per_sample > 1 or kind in TRANSFORMERS else "samples"
 
 
 def loss_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of the loss for model kind ``kind``: "nats", or "" if it is unknown."""
+    """Return the unit of the loss of a model ``kind``: "nats", or "" if the unit is unknown."""
     # It is unknown for a user's model with one target per sample.
     return "" if kind in FOREIGN and speed_unit(kind, tokens_per_sample) == "samples" else "nats"
 

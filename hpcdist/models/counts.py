@@ -39,7 +39,7 @@ from hpcdist.models.layers.convolution import CACHE_BYTES, SIZE, output_side
 
 
 class KeptArray(NamedTuple):
-    """Size, in elements per sample, of an array that the forward pass keeps for the backward pass."""
+    """Size of an array that the forward pass keeps for the backward pass, in elements per sample."""
 
     # `cut`: sharded by tensor parallelism. `whole`: not sharded by sequence parallelism.
 
@@ -49,7 +49,7 @@ class KeptArray(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch array of a model stage, counted in elements."""
+    """Size of a scratch array of a model stage, in elements."""
 
     each: int  # per sample
     most: int = 0  # in total; 0: no limit
@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
     whole: bool = False  # not sharded by sequence parallelism
 
     def of(self, samples: int) -> int:
-        """Return the number of elements of this scratch array for a micro-batch of ``samples`` samples."""
+        """Return the number of elements for a micro-batch of ``samples`` samples."""
         return min(self.each * samples, self.most) if self.most else self.each * samples
 
 
@@ -78,27 +78,21 @@ class UnitCounts:
 
     @property
     def backward(self) -> int:
-        """FLOPs of the backward pass per sample. Attention counts twice as much as in the forward pass."""
+        """FLOPs of the backward pass per sample."""
         return (1 if self.first else 2) * self.linear + 2 * self.attention
 
 
 def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of query-key pairs that attention computes for a sample of ``context`` tokens.
-
-    Keyword-only ``window``: length of the sliding window, or 0 without a window.
-    """
+    """Return the number of query-key pairs that attention computes for a sample of ``context`` tokens."""
     hidden = max(0, context - window) if window else 0
     return (context * (context + 1) - hidden * (hidden + 1)) // 2 if causal else context * context
 
 
 class DocumentPairs(NamedTuple):
-    """Mean number of query-key pairs per packed sample. Only pairs within a document are counted.
-
-    ``every``: all pairs. ``seen``: only the pairs that a causal mask does not hide.
-    """
+    """Mean number of query-key pairs per packed sample. Only pairs within a document are counted."""
 
     every: float
-    seen: float
+    seen: float  # pairs that a causal mask does not hide
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
@@ -129,10 +123,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer block for ``context`` tokens per sample.
-
-    ``documents``: mean number of query-key pairs of packed samples. None: samples are not packed.
-    """
+    """Return FLOPs, parameters and memory of a transformer block. ``documents``: query-key pairs of packed samples."""
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
     grouped = config.kv_width != hidden
@@ -180,7 +171,7 @@ def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
 
 
 def expert_rows(config: ModelConfig, context: int) -> int:
-    """Return the largest number of (token, expert) pairs in a sample of ``context`` tokens, as limited by capacity."""
+    """Return the largest number of (token, expert) pairs in a sample of ``context`` tokens, limited by capacity."""
     return min(context * config.experts_per_token, config.experts * capacity(config, context))
 
 
@@ -235,7 +226,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return the number of statistics per row of the model's norms, equal to the parameter tensors per norm: 1 or 2."""
+    """Return the number of statistics per row of the model's norms: 1 for RMS norm, 2 for layer norm."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -244,10 +235,7 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return FLOPs, parameters and memory of an mlp layer: a linear layer, and its activation or loss.
-
-    ``inputs``, ``outputs``: widths of the layer.
-    """
+    """Return FLOPs, parameters and memory of an mlp layer with ``inputs`` inputs and ``outputs`` outputs."""
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -260,10 +248,7 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convolution and the norm after it.
-
-    ``before``, ``after``: input and output (height, width, channels). ``statistics``: result of `norm_statistics`.
-    """
+    """Return FLOPs, parameters and memory of a convolution from shape ``before`` to shape ``after``, with its norm."""
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
     y = KeptArray(prod(after))
@@ -282,7 +267,7 @@ def convolution_counts(
 
 
 def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convnet's head and loss. ``picture``: shape of the head's input."""
+    """Return FLOPs, parameters and memory of a convnet's head and loss for inputs of shape ``picture``."""
     channels = picture[2]
     return UnitCounts(
         parameters=(channels + 1) * classes,
@@ -317,11 +302,7 @@ class Counts:
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
-        """Return the largest activation memory of a micro-batch of ``samples`` samples, in bytes.
-
-        Keyword-only ``itemsize``: bytes per element. If keyword-only ``recompute`` is True, all stages except the first
-        and the last recompute their activations.
-        """
+        """Return the largest activation memory of a micro-batch of ``samples`` samples, in bytes."""
         names = {name for unit in self.units for name in unit.scratch}
         scratch = sum(
             max(unit.scratch[name].of(samples) for unit in self.units if name in unit.scratch) for name in names
@@ -331,10 +312,7 @@ class Counts:
 
 
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
-    """Return the largest number of activation elements in memory per sample, if stages recompute their activations.
-
-    ``units`` has the counts of each stage. The first and the last stage do not recompute.
-    """
+    """Return the largest number of activation elements per sample, if inner stages recompute their activations."""
     free: list[int] = []
     total = 0
 
@@ -363,7 +341,7 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
 
 
 class InputSizes(TypedDict, total=False):
-    """Sizes of a sample of input data: text, a table row or a picture. Sizes that do not apply are missing or 0."""
+    """Sizes of a sample of text, a table row or a picture. Sizes that do not apply are 0."""
 
     context: int
     features: int
@@ -374,10 +352,7 @@ class InputSizes(TypedDict, total=False):
 
 
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return the `Counts` (parameters, FLOPs and memory) of the model that ``config`` describes.
-
-    Keyword-only ``context``: number of tokens of a text sample. For other data, pass other fields of `InputSizes`.
-    """
+    """Return the number of parameters, the FLOPs and the memory of the model. Keyword arguments: see `InputSizes`."""
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":

@@ -15,17 +15,11 @@ from hpcdist.errors import DataError
 
 
 class PackedTokens(ArrayGroup):
-    """Micro-batch of packed documents: tokens, their positions in documents, and numbers of tokens before the padding.
-
-    Tokens are on the compute device, positions and numbers of tokens on the host.
-    """
+    """Micro-batch of packed documents: tokens on the compute device, and document positions on the host."""
 
     @classmethod
     def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
-        """Return the packed micro-batch of ``tokens``. ``places``: position of each token in its document, from 0.
-
-        ``filled``: number of tokens before the padding of each sample, or None without padding.
-        """
+        """Return a packed micro-batch. ``places``: positions in documents. ``filled``: tokens before the padding."""
         # both (samples, context); numbers of tokens: (samples,)
         assert tokens.shape == places.shape
         return cls((tokens, places, np.full(len(places), places.shape[1]) if filled is None else filled))
@@ -33,7 +27,7 @@ class PackedTokens(ArrayGroup):
 
 @dataclass(frozen=True)
 class Documents:
-    """Position of each token of a micro-batch in its document, from 0."""
+    """Documents of a packed micro-batch, made from the position of each token in its document."""
 
     whole: np.ndarray  # of every token, (samples, context), on the host
     places: Array = field(repr=False)  # of this rank's tokens, (samples, local tokens), on the compute device
@@ -41,7 +35,7 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """One list per sample: the start positions of its documents and, as the last item, the length of the sample."""
+        """For each sample, the start positions of its documents, and then the length of the sample."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
@@ -51,10 +45,7 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return this rank's range of rows [first, end) for each document of sample number ``sample``.
-
-        ``pieces``: (first row, end row, token position in the sample) of each local range.
-        """
+        """Return this rank's range of rows [first, end) for each document of sample number ``sample``."""
         rows = [_row(place, pieces) for place in self.borders[sample]]
         # A document without tokens on this rank has an empty range.
         return list(zip(rows, rows[1:], strict=False))
@@ -74,10 +65,7 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
-    """Return this rank's tokens of the micro-batch ``x``, and their `Documents` (None if ``x`` is not packed).
-
-    ``cut(array)``: function that returns this rank's columns. Raises DataError for an invalid sample.
-    """
+    """Return this rank's tokens of ``x``, selected by ``cut(array)``, and their `Documents` (None if not packed)."""
     if not isinstance(x, PackedTokens):
         return cut(x), None
     tokens, places, filled = x.arrays

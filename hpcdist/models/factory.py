@@ -28,10 +28,7 @@ _KEY_BYTES: Final = 32
 
 
 def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
-    """Call the model factory ``config.factory`` with the data sizes ``inputs``, and return its model. Local.
-
-    Raises ConfigurationError if the factory does not exist, or if it does not return a model of ``dtype``.
-    """
+    """Call the model factory ``config.factory`` with ``inputs``, and return its model. Raises ConfigurationError."""
     if config.kind == "given":
         raise ConfigurationError(
             "model.kind = 'given' is only for a model that a script passes; run that script, or name a function that "
@@ -53,10 +50,7 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
 
 
 def seal(factory: str) -> str:
-    """Return a keyed hash of the path and content of a model factory's file, or "" if no hash can be computed.
-
-    ``factory`` is "file.py:function" or "package.module:function". The file is not executed.
-    """
+    """Return a keyed hash of the path and content of a model factory's file, or "" if no hash can be computed."""
     try:
         path = _file_of(factory)
         key = _key(_state_folder())
@@ -69,7 +63,7 @@ def seal(factory: str) -> str:
 
 
 def is_sealed(factory: str, stored: object) -> bool:
-    """Return True if the file of ``factory`` is unchanged since `seal` returned the hash ``stored``. Local."""
+    """Return True if the file of ``factory`` is unchanged since `seal` returned ``stored``. Local."""
     now = seal(factory)
     return bool(now) and isinstance(stored, str) and hmac.compare_digest(now.encode(), stored.encode())
 

@@ -42,14 +42,11 @@ LOCAL: Final = Operations(
 
 
 class SkipConnections:
-    """Skip connections of a micro-batch: outputs of stages for later stages, and their gradients. Local.
-
-    ``pairs``: (stage number, number of the later stage).
-    """
+    """Skip connections of a micro-batch: outputs of stages for later stages, and their gradients."""
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        # In the `Saved` of the later stage, "skip.N" is the output of stage number N, and "skip.N.gradient" its
-        # gradient.
+        # A pair has the numbers of a stage and of a later stage. In the `Saved` of the later stage, "skip.N" is the
+        # output of stage number N, and "skip.N.gradient" its gradient.
         self._into: dict[int, list[int]] = defaultdict(list)
         for source, target in sorted(pairs):
             self._into[target].append(source)
@@ -58,22 +55,22 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Put the skip-connection inputs of stage number ``unit`` into its activations ``saved``, before forward."""
+        """Before forward of stage number ``unit``, put the earlier outputs that it also reads into ``saved``."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
     def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
-        """Store the output ``y`` of stage number ``unit`` for later stages. Keyword-only ``copy``: store a copy."""
+        """Store the output ``y`` of stage number ``unit``, or a copy of it, for later stages."""
         if unit in self._sources:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """After the backward pass of stage number ``unit``, copy its gradients for earlier stages from ``saved``."""
+        """After backward of stage number ``unit``, copy its gradients for earlier stages from ``saved``."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
     def add(self, unit: int, dy: Array) -> Array:
-        """Add the gradients that `send_back` stored for stage number ``unit`` to its output gradient dy. Return dy."""
+        """Add the gradients stored by `send_back` for stage number ``unit`` to its output gradient dy. Return dy."""
         for gradient in reversed(self._gradients.pop(unit, [])):
             dy += gradient
         return dy
@@ -110,14 +107,14 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of this model that divides the summed loss by ``targets`` targets per sample. Local."""
+        """Return a copy of this model that divides the summed loss by ``targets`` targets per sample."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
 
     @cached_property
     def layout(self) -> Layout:
-        """Positions of all tensors in one flat parameter vector, in which the tensors of each stage are contiguous."""
+        """Layout of all tensors in one flat parameter vector. The tensors of each stage are contiguous."""
         return Layout.of(spec for stage in self.stages for spec in stage.tensors())
 
     @cached_property
@@ -137,10 +134,7 @@ class Model:
         return _views(self.stages[unit], self._stores(store_of))
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
-        """Return views of stage ``unit``'s gradients. ``store_of(layer)`` returns the gradient store of a layer.
-
-        ``written``: set of the keys of tensors whose gradients are written in this step.
-        """
+        """Return views of the gradients of stage number ``unit``. ``written``: keys of already written gradients."""
         # All stages of a rank share the set `written`.
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
@@ -162,10 +156,7 @@ class Model:
             self.initialise_stage(unit, store, seed)
 
     def initialise_stage(self, unit: int, store: FlatStore, seed: int) -> None:
-        """Write the initial parameters of stage number ``unit`` into ``store``, on the host.
-
-        Each tensor uses its own random stream: (seed, layer, index of the tensor in the layer).
-        """
+        """Write the initial parameters of stage number ``unit`` into ``store``, on the host."""
         stage = self.stages[unit]
         index = {spec.key: number for number, spec in enumerate(stage.tensors())}
 
@@ -179,8 +170,8 @@ class Model:
     ) -> Array:
         """Run the forward pass of all stages. Return the logits, of shape (..., classes).
 
-        ``arena``: memory pool that keeps the activations for `backward`. ``microbatch``: key of these activations.
-        ``draw``: selects the dropout masks; None: no dropout.
+        ``arena``: memory pool that keeps the activations for `backward`, keyed by ``microbatch``. ``draw``: selects the
+        dropout masks. None disables dropout.
         """
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -200,10 +191,7 @@ class Model:
         arena: Arena,
         microbatch: int = 0,
     ) -> None:
-        """Run the backward pass of all stages after `forward` and ``loss.forward``. Release the stages' activations.
-
-        ``scale``: factor of the loss. ``arena``, ``microbatch``: as in `forward`.
-        """
+        """Run the backward pass of all stages for ``scale`` times the loss, and release the activations."""
         # `Gradients.begin_step` of every stage must precede the first backward pass of a step, and `Gradients.finish`
         # must follow the last one.
         last = arena.saved(self.stages[-1].layer, microbatch)
@@ -219,14 +207,11 @@ class Model:
             saved.release()
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return a copy of the logits for the input x, without a backward pass. ``arena``: memory pool."""
+        """Return a copy of the logits for the input x, without a backward pass."""
         return self.outputs(parameters, x, arena, self.operations)
 
     def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
-        """Run the forward pass of all stages with ``operations``. Return a copy of the last stage's output.
-
-        ``arena``: memory pool. Activations are not kept, so a backward pass is impossible.
-        """
+        """Return a copy of the last stage's output for x, computed with ``operations``, without a backward pass."""
         before: Saved | None = None
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -246,17 +231,17 @@ class Model:
         return result
 
     def communicated_s(self) -> float:
-        """Return the seconds that the stages have spent in communication since the last call of this method. Local."""
+        """Return the seconds that the stages have spent in communication since the last call. Local."""
         return sum((clock() for clock in self.clocks), 0.0)
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
-        """Return the summed loss of a batch in nats, without a backward pass. ``arena``: pool for activations."""
+        """Return the summed loss of a batch in nats, without a backward pass."""
         return self.weighted_loss(parameters, x, targets, arena)[0]
 
     def weighted_loss(
         self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch, and the sum of its loss weights or NaN. ``arena``: memory pool."""
+        """Return the summed loss of a batch, and the sum of its loss weights or NaN."""
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = float(self.loss.forward(logits, targets, self.operations, saved))
@@ -269,12 +254,10 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 
 
 class Loss:
-    """Cross entropy of the logits of the last stage, summed over samples and tokens.
+    """Cross entropy of the logits of the last stage, summed over samples and tokens."""
 
-    The mean loss is this sum divided by the number of targets, or by a sum of weights if ``weighs`` is True.
-    """
-
-    # If True, `forward` must store the micro-batch's float32 weight in `saved` as `LOSS_WEIGHT`.
+    # If True, the mean loss is the sum divided by a sum of weights, not by the number of targets: `forward` must store
+    # the micro-batch's float32 weight in `saved` as `LOSS_WEIGHT`.
     weighs: bool = False
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
@@ -288,10 +271,7 @@ class Loss:
 
 
 class BoundGradients:
-    """Gradients of one stage as views of a gradient store. It implements `hpcdist.models.stage.Gradients`.
-
-    The gradient of a tied tensor is a view of the gradient store of the layer that owns the tensor.
-    """
+    """Gradients of one stage as views of gradient stores. Implements `hpcdist.models.stage.Gradients`."""
 
     def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:
         self._views = views

@@ -27,10 +27,7 @@ from hpcdist.models.stage import (
 
 
 def with_recomputation(model: Model) -> Model:
-    """Return a copy of ``model`` whose stages recompute their activations in the backward pass. Local.
-
-    The first stage, the last stage and stages with skip connections do not recompute.
-    """
+    """Return a copy of ``model`` whose inner stages recompute their activations in the backward pass."""
     recomputing = copy.copy(model)
     last, joined = len(model.stages) - 1, {unit for pair in model.skips for unit in pair}
     recomputing.stages = tuple(
@@ -40,7 +37,7 @@ def with_recomputation(model: Model) -> Model:
 
 
 class RecomputedStage(WrappedStage):
-    """Stage that keeps only the input and output of ``inner``. Its backward pass repeats the forward pass."""
+    """Stage that keeps only the input and output of the stage ``inner``, and repeats its forward pass in backward."""
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner, inner.tensors())
@@ -50,7 +47,7 @@ class RecomputedStage(WrappedStage):
         return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the wrapped stage. Keep only x and the output in ``saved``. x must not change."""
+        """Return the output of the wrapped stage, and keep only x and the output. x must not change."""
         within = saved.within()
         y = self.inner.forward(parameters, x, operations, within)
         output = saved.empty("recomputed.y", y.shape, y.dtype)
@@ -100,10 +97,7 @@ def split_operations(operations: Operations) -> Operations:
 
 
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
-    """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
-
-    ``saved``: activations of the stage after its backward pass.
-    """
+    """Compute the weight gradients of a stage that a backward pass with `split_operations` deferred. Local."""
     # The gradients are written, or added to earlier gradients of this step. `parameters` may be freed already. If two
     # stages share a tensor, the later stage comes first, and both come before the next micro-batch.
     for prefix, name in saved.deferred.items():
@@ -118,12 +112,9 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """Wrapper of a linear layer ``inner`` that defers weight gradients until `weight_gradients` is called.
+    """Wrapper of a linear layer ``inner`` that defers weight gradients until `weight_gradients` is called."""
 
-    ``name`` is the layer's field in `hpcdist.models.stage.Operations`.
-    """
-
-    name: str
+    name: str  # field of the layer in `hpcdist.models.stage.Operations`
     inner: LinearOperation
 
     @property
@@ -144,7 +135,7 @@ class SplitLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Keep the output gradient ``dy`` in ``saved`` for `weight_gradients`. Compute no gradient now."""
+        """Keep ``dy`` in ``saved`` for `weight_gradients`, and compute no gradient now."""
         _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 

@@ -38,10 +38,10 @@ class Gradients(Protocol):
     """Gradient arrays of one stage. The first gradient of a step overwrites an array, later gradients are added."""
 
     def into(self, name: str) -> tuple[Array, bool]:
-        """Return the gradient array of tensor ``name``, and True to add to the array, or False to overwrite it."""
+        """Return the gradient array of tensor ``name``, and True to add to it or False to overwrite it."""
 
     def begin_step(self) -> None:
-        """Mark all gradients of the stage as unwritten. Call it on all stages before the first backward of a step."""
+        """Mark all gradients of the stage as unwritten, before the first backward pass of a step."""
 
     def finish(self) -> None:
         """Zero every gradient array that no backward pass of this step has written."""
@@ -69,16 +69,16 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return a new, empty `Saved` object for the same stage and micro-batch. The caller must release it."""
+        """Return a new, empty `Saved` for the same stage and micro-batch. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
         """Return True if ``array`` is in memory that the method `empty` of this object returned."""
 
     def hold(self, name: str) -> None:
-        """Keep the array stored under ``name`` until `release`. The method `narrow` does not free this array."""
+        """Keep the array ``name`` until `release`, even if `narrow` is called."""
 
     def narrow(self) -> None:
-        """Free all stored arrays and objects, except the names that were passed to `hold`."""
+        """Free all stored arrays and objects, except those kept by `hold`."""
 
     def release(self) -> None:
         """Free all stored arrays and objects, after the backward pass or when the output is no longer needed."""
@@ -92,18 +92,18 @@ class LinearOperation(Protocol):
         """Names of the saved arrays that `backward_weight` needs, without the layer's name prefix."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return ``x weight^T + bias``; keep x in ``saved`` for backward. Keyword-only ``biased``: add the bias."""
+        """Return ``x weight^T + bias``, and keep x in ``saved`` for backward. ``biased``: True to add the bias."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Compute all gradients for the output gradient dy. Return the gradient of x, valid until the next call."""
+        """Compute all parameter gradients. Return the gradient of x, valid until the next call."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the input gradient for the output gradient dy. Unlike `backward`, compute no weight gradients."""
+        """Return the input gradient for the output gradient dy, without weight gradients."""
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Compute the gradients of weight and bias from the output gradient dy, into ``gradients``. Local."""
+        """Compute the gradients of weight and bias from the output gradient dy. Local."""
 
 
 class EmbeddingOperation(Protocol):
@@ -117,14 +117,14 @@ class EmbeddingOperation(Protocol):
         """Return embeddings of shape (..., hidden) for ``tokens`` of shape (...). Raises DataError for bad tokens."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add each token's row of dy to the token's row in the gradient of the embedding table ``PREFIX.weight``."""
+        """Add each row of dy to the row of its token in the gradient of the table ``PREFIX.weight``."""
 
 
 class PositionsOperation(Protocol):
     """Interface of learned position embeddings: rows of a table by token position."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the row of table ``PREFIX.weight`` for each token's position to y, (batch, context, hidden). Return y."""
+        """Add the embedding of each token's position to y, of shape (batch, context, hidden), in place. Return y."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add dy, summed over samples, to the gradient of the position table."""
@@ -134,14 +134,14 @@ class RotaryOperation(Protocol):
     """Interface of rotary position encodings of query and key heads; see `hpcdist.models.layers.embedding`."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate heads of ``head_size`` in columns [0, rotated) of x, (batch, context, columns), in place. Return x."""
+        """Rotate the heads in the first ``rotated`` columns of x, (batch, context, columns), in place and return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the gradient dx back, in place: heads of ``head_size`` in columns [0, rotated). Return dx."""
+        """Rotate the heads of the gradient dx back, in place. Return dx."""
 
 
 class NormOperation(Protocol):
-    """Interface of norms over the last dimension: "layer" with scale and bias, "rms" with a scale only."""
+    """Interface of norms over the last dimension: "layer" has a scale and a bias, "rms" only a scale."""
 
     def forward(
         self,
@@ -152,15 +152,12 @@ class NormOperation(Protocol):
         kind: str = "layer",
         residual: Array | None = None,
     ) -> Array:
-        """Add ``residual``, if any, to x in place, then return the normalised x. x must not change until backward.
-
-        ``kind``: "layer" with the parameters ``PREFIX.scale`` and ``PREFIX.bias``, or "rms" with ``PREFIX.scale`` only.
-        """
+        """Add ``residual`` to x in place, and return the norm ``kind`` of x. x must not change until backward."""
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return the gradient of x in scratch memory, or add it to the array ``residual`` and return ``residual``."""
+        """Return the gradient of x, added to the array ``residual`` if it is not None."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -174,16 +171,13 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class AttentionOperation(Protocol):
-    """Interface of multi-head attention that does not store an array of size context x context."""
+    """Interface of multi-head attention that never stores an array of size context x context."""
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or (gradient of queries, gradient of kv) if ``kv`` was passed to `forward`.
-
-        Keyword-only ``keep``: False if later calls may overwrite the results.
-        """
+        """Return the gradient of qkv, or of (queries, kv). Unless ``keep``, later calls overwrite the result."""
 
 
 class ActivationOperation(Protocol):
@@ -192,39 +186,30 @@ class ActivationOperation(Protocol):
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
-
-        x must not change until backward. Keyword-only ``bias`` is first added to x; ``name``: unique name in ``saved``.
-        """
+        """Return "gelu" (tanh form), "relu" or "swiglu" of x plus ``bias``. x must not change until backward."""
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
         """Return the input gradient for the output gradient dy. The result overwrites the input x in ``saved``."""
 
 
 class DropoutOperation(Protocol):
-    """Interface of dropout. ``saved.draw`` (seed, step and sample index) and ``saved.layer`` determine the masks."""
+    """Interface of dropout. The draw and the layer of ``saved`` determine the masks."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Set elements of x, of shape (samples, ..., columns), to 0 with probability ``rate``, in place. Return x.
-
-        ``site``: number of this dropout call in its layer, a constant of `models.layers.dropout`.
-        """
+        """Set elements of x to 0 with probability ``rate``, in place. ``site``: number of the call in its layer."""
 
     def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return the input gradient for the output gradient dy, or dy without dropout. Valid until the next call.
-
-        ``rate``, ``site``: as passed to `forward`.
-        """
+        """Return the input gradient for the output gradient dy. ``rate`` and ``site`` must be as in `forward`."""
 
 
 class CrossEntropyOperation(Protocol):
     """Interface of the cross-entropy loss: softmax and negative log likelihood."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the loss in nats, summed over targets (classes; -1: ignored). Overwrites logits: (tokens, classes)."""
+        """Return the summed loss in nats. Overwrites the logits, of shape (tokens, classes). Target -1 has no loss."""
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return the gradient (softmax - onehot) * scale of the logits. Overwrites the logits in ``saved``."""
+        """Return the gradient of the logits, (softmax - onehot) * scale. Overwrites the logits."""
 
 
 class ExpertsOperation(Protocol):
@@ -232,7 +217,7 @@ class ExpertsOperation(Protocol):
 
     @property
     def state(self) -> RouterState:
-        """The load-balancing biases and the statistics of all routers."""
+        """Load-balancing biases and statistics of all routers."""
 
     @property
     def attends(self) -> bool:
@@ -241,18 +226,12 @@ class ExpertsOperation(Protocol):
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the forward pass of the experts. Return a function that finishes the pass and returns the output.
-
-        x: (batch, context, hidden), unchanged until that call. ``activation``: used between an expert's linear layers.
-        """
+        """Start the experts' forward pass for x (batch, context, hidden). Return a function that returns the output."""
 
     def begin_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the backward pass for the output gradient dy. Return a function that finishes it and returns dx.
-
-        ``gradients``: parameter gradients to write or add to. ``activation``: as in `begin`. ``saved``: activations.
-        """
+        """Start the backward pass for the output gradient dy. Return a function that completes it and returns dx."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +252,7 @@ class Operations:
 
 
 class Stage(Protocol):
-    """A part of a model, such as a layer. Strategies place whole stages on ranks."""
+    """Consecutive layers of a model. Strategies assign whole stages to ranks."""
 
     layer: int
     tied: dict[str, str]  # local name -> key of a tensor that another layer owns
@@ -291,40 +270,35 @@ class Stage(Protocol):
         """
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the stage for the input x, and save activations in ``saved``."""
+        """Return the output of the stage for the input x, and store activations in ``saved``."""
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Return the gradient of the stage's input, or None if the input is data. dy: gradient of the output.
-
-        ``gradients``: parameter gradients to write or add to. ``saved``: activations of `forward`.
-        """
+        """Return the gradient of the stage's input, or None if the input is data. ``dy``: gradient of the output."""
 
 
 class MixedStage(Stage, Protocol):
-    """Stage with experts. If experts are sharded, a rank without samples calls `attend` and `attend_backward`."""
+    """Stage with experts. With sharded experts, a rank without samples calls `attend` and `attend_backward`."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """On a rank without samples, call the collectives of `forward`. ``saved``: activations. Collective."""
+        """On a rank without samples, call the collectives of `forward`. Collective."""
 
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Call the collectives of `backward` on a rank without samples, and compute expert gradients. Collective."""
+        """On a rank without samples, call the collectives of `backward` and compute expert gradients. Collective."""
 
 
 class DeclaredStage:
-    """Base class of stages that own the tensors with the specs ``specs``.
-
-    ``output``: output shape of one sample. ``tied`` maps a name in this stage to the key of another layer's tensor.
-    """
+    """Base class of stages that own the tensors with the specs ``specs``."""
 
     def __init__(
         self, layer: int, specs: Iterable[TensorSpec], output: tuple[int, ...] = (), tied: dict[str, str] | None = None
     ) -> None:
-        self.layer, self.tied = layer, tied or {}
-        self._specs, self._output = tuple(specs), output
+        self.layer = layer
+        self.tied = tied or {}  # name in this stage -> key of another layer's tensor
+        self._specs, self._output = tuple(specs), output  # the output shape is for one sample
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self._specs
@@ -340,7 +314,7 @@ class DeclaredStage:
 
 
 class WrappedStage:
-    """Base class of stages that wrap a stage ``inner``. ``specs`` replaces the tensor specs of ``inner``."""
+    """Base class of stages that wrap the stage ``inner``, and replace its tensor specs by ``specs``."""
 
     def __init__(self, inner: Stage, specs: Iterable[TensorSpec]) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
@@ -373,21 +347,18 @@ class WrappedStage:
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
-    """Fill ``parameters[spec.name]`` with normal random numbers of the generator ``rng_of(spec)``, mean 0."""
+    """Fill the tensor of ``spec`` with normal random numbers of the generator ``rng_of(spec)``, with mean 0."""
     parameters[spec.name][...] = rng_of(spec).standard_normal(spec.shape) * deviation
 
 
 def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of norm ``name``: scale, and bias if ``kind`` is "layer". ``width``: columns."""
+    """Return the tensor specs of a norm: a scale, and a bias if ``kind`` is "layer". ``width``: number of columns."""
     scale = TensorSpec(layer, f"{name}.scale", (width,), False)
     return (scale,) if kind == "rms" else (scale, TensorSpec(layer, f"{name}.bias", (width,), False))
 
 
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of linear layer ``name`` in ``layer``. Weight and bias are sharded by outputs.
-
-    ``*outputs`` (positional): number of outputs, or (n, outputs per layer) for n stacked layers.
-    """
+    """Return the tensor specs of a linear layer that is sharded by outputs. ``*outputs``: output dims of the weight."""
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
     weight = TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last, stacked=stacked)
@@ -395,7 +366,7 @@ def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool =
 
 
 def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of linear layer ``name`` in ``layer``. Its weight is sharded by inputs."""
+    """Return the tensor specs of a linear layer whose weight is sharded by inputs."""
     weight = TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1)
     return (weight, TensorSpec(layer, f"{name}.bias", (outputs,), False)) if bias else (weight,)
 
@@ -404,10 +375,7 @@ IGNORED: Final = -1  # target without loss and gradient
 
 
 def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
-    """Raise DataError if a token is outside [0, count). ``what``: word for a token in the error message.
-
-    Keyword-only ``ignored``: True to allow the value IGNORED (-1).
-    """
+    """Raise DataError if a token is outside [0, count). ``what``: word for a token in the error message."""
     # Tokens on a GPU are not checked, to avoid a wait.
     if not is_device(tokens) and tokens.size:
         least, most = int(tokens.min()), int(tokens.max())

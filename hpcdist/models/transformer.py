@@ -33,7 +33,7 @@ INITIAL_DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
 
 
 def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
-    """Return the stages of a transformer for ``context`` tokens per sample. Keyword-only ``causal``: True for GPT."""
+    """Return the stages of a transformer for ``context`` tokens per sample. ``causal``: True for a GPT."""
     if context < 1:
         raise ConfigurationError(f"data.context is {context}; {config.kind} models need a context of at least 1 token")
     if config.dropout and not fits_counter(config.heads * context, context):
@@ -63,10 +63,7 @@ class TokenEmbedding(DeclaredStage):
             draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return embeddings of shape (batch, context, hidden) for integer tokens x of shape (batch, context).
-
-        Raises UsageError if samples have more tokens than the model has learned positions.
-        """
+        """Return embeddings (batch, context, hidden) for integer tokens x (batch, context)."""
         context = x.shape[1]
         if self.learned and context > self.context:
             raise UsageError(
@@ -88,7 +85,7 @@ class TokenEmbedding(DeclaredStage):
 
 
 class TransformerBlock(DeclaredStage):
-    """Transformer block: attention and feed-forward, each with a norm before it and a residual connection around it."""
+    """Transformer block: attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, layer: int, config: ModelConfig, context: int, causal: bool) -> None:
         self.head_size, self.dropout, self.causal = config.hidden // config.heads, config.dropout, causal
@@ -111,7 +108,7 @@ class TransformerBlock(DeclaredStage):
         super().__init__(layer, specs, (context, hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw each weight from ``rng_of(spec)``. Weights of residual outputs are scaled down. Norm scales are 1."""
+        """Set weights to random numbers from ``rng_of(spec)``, with a smaller deviation for residual outputs."""
         for spec in self._specs:
             if spec.name.endswith(".weight"):
                 residual = spec.name.endswith(("projection.weight", "down.weight"))
@@ -133,7 +130,7 @@ class TransformerBlock(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Compute the parameter gradients. Overwrite dy with the gradient of the block's input, and return dy."""
+        """Compute the parameter gradients, and overwrite dy with the gradient of the block's input. Return dy."""
         branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
         d = self._feed_forward_backward(parameters, gradients, branch, operations, saved)
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)

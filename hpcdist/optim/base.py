@@ -26,10 +26,9 @@ Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, 
 
 
 class SegmentWise(ABC):
-    """Base class of optimizers of ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
+    """Base class of optimizers of ``parts``, the ranges of the flat parameter vector that this rank owns.
 
-    An update calls `direction`, then `apply`. Fused optimizers such as AdamW do the whole update in `apply`. If
-    ``needs_norms`` is true, `apply` needs the sums of `partial_norms` over the ranks.
+    An update calls `direction`, then `apply`. If ``needs_norms`` is true, `apply` needs the sums of `partial_norms`.
     """
 
     # names of the optimizer state vectors, which have the dtype of the master weights
@@ -74,27 +73,24 @@ class SegmentWise(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last update that `begin_step` started. Before any update: rate of the first update."""
+        """Learning rate of the current update or, before any update, of the first update."""
         return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Start the next update, with ``factor`` times the scheduled rate. Do not call it for a skipped update."""
+        """Start the next update, with ``factor`` times the scheduled rate. Do not call this for a skipped update."""
         self.count += 1
         self._factor = factor
         self._norms.clear()
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Start the update of the weights ``master`` in the flat range ``piece``. `apply` completes the update.
-
-        The mean gradient is ``scale`` times ``gradient``.
-        """
+        """Start the update of the weights ``master`` in the flat range ``piece``, with ``scale`` times ``gradient``."""
         # All calls of an update have the same scale, and their ranges together contain each owned element once. If
         # `needs_norms` is true, this call overwrites ``gradient`` with the update direction. Otherwise, ``gradient``
         # must not change before `apply`.
 
     def sum_exactly(self) -> None:
-        """From the next update on, sum `partial_norms` without rounding: sharding does not affect the sums."""
+        """From the next update on, `partial_norms` does not round, so that sharding does not affect its sums."""
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
@@ -115,18 +111,18 @@ class SegmentWise(ABC):
         # overwritten.
 
     def state(self) -> dict[str, float]:
-        """Return the state to save in addition to ``slots``: the number of applied updates."""
+        """Return the state to save in addition to the slots: the number of updates."""
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the number of applied updates from ``state``, a result of the method `state`."""
+        """Restore the number of updates from a result of `state`."""
         self.count = int(state["count"])
 
     @abstractmethod
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Overwrite ``gradient`` with the update direction, and update the optimizer state."""
         # ``where`` is a flat range of one tensor. The mean gradient is ``scale`` times ``gradient``. The direction
         # excludes the learning rate.
+        ...
 
     def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
         for segment, where in self.layout.within(piece):
@@ -157,10 +153,7 @@ class SegmentWise(ABC):
 
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
-    """Return a dict from tensor name to parameter group, without the tensors that no group contains. Local.
-
-    ``layout``: all tensors. Raises ConfigurationError if a group of ``config`` has no tensor.
-    """
+    """Return {tensor name: parameter group}. Raises ConfigurationError if a group of ``config`` has no tensor."""
     groups = config.parsed_groups
     group_of: dict[str, ParameterGroup] = {}
     for key in (segment.key for segment in layout.segments) if groups else ():
@@ -189,11 +182,11 @@ class ElementWise(SegmentWise):
     _before = False
 
     def direct_before(self) -> None:
-        """From now on, compute update directions in `direction`, not in `apply`. Weights may change in between."""
+        """From now on, compute update directions in `direction`, not in `apply`."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale`` for `apply`. After a call of `direct_before`, overwrite ``gradient`` with the direction."""
+        """Store ``scale`` for `apply`. After `direct_before`, overwrite ``gradient`` with the update direction."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -246,15 +239,14 @@ class ElementWise(SegmentWise):
     @abstractmethod
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
-    ) -> None:
-        """Update the weights, their rounded copy ``working`` and the optimizer state in the flat range ``where``."""
+    ) -> None: ...
 
 
 NORM_BLOCK: Final = 1 << 16  # elements per block: a direction is still in cache when its squares are summed
 
 
 class LayerWise(SegmentWise):
-    """Base class of layer-wise optimizers, such as LAMB and LARS. `direction` also computes weight and step norms."""
+    """Base class of optimizers that scale the update of each tensor by its norms, such as LAMB and LARS."""
 
     needs_norms: ClassVar[bool] = True
     _rates: kernels.TensorOptions | None = None  # decays and rates of the current update, on a GPU
@@ -266,10 +258,7 @@ class LayerWise(SegmentWise):
     def direction(
         self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
     ) -> None:
-        """Write the update direction of the flat range ``piece`` to the store ``into``, by default over ``gradient``.
-
-        ``master``: weights. The mean gradient is ``scale`` times ``gradient``.
-        """
+        """Write the update direction of the flat range ``piece`` to ``into``, by default over ``gradient``."""
         step = gradient if into is None else into
         assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"
         if is_device(gradient.array):
@@ -328,8 +317,7 @@ class LayerWise(SegmentWise):
         return self._rates._replace(start=piece.start)
 
     @abstractmethod
-    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
-        """Return the layer-wise trust ratio of a tensor from its weight norm, step norm and weight decay."""
+    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float: ...
 
     @abstractmethod
     def _direction_all(
@@ -342,8 +330,8 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Write the update directions of all tensors in the flat range ``where`` to the GPU array ``step``."""
         # The mean gradient is ``scale * gradient``. The squares of weights and directions are added to ``partial``.
+        ...
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
         kernels.descend(weights, step, rate)
@@ -355,7 +343,7 @@ class LayerWise(SegmentWise):
 
 
 class WrappedOptimizer(ABC):
-    """Base class of optimizers that wrap an optimizer ``inner`` and pass it other weights, gradients or state."""
+    """Base class of optimizers that wrap an optimizer ``inner``, and pass it other weights, gradients or state."""
 
     def __init__(self, inner: SegmentWise) -> None:
         self._inner, self.parts, self.slots = inner, inner.parts, inner.slots
@@ -376,17 +364,12 @@ class WrappedOptimizer(ABC):
         self._inner.begin_step(factor)
 
     @abstractmethod
-    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Start the update of the weights in ``piece``, like `SegmentWise.direction`; `apply` completes the update."""
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None: ...
 
     @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
-    ) -> None:
-        """Complete the update of the weights ``master`` in the flat range ``piece``, like `SegmentWise.apply`.
-
-        ``norms`` may be None if the attribute ``needs_norms`` is False.
-        """
+    ) -> None: ...
 
     def sum_exactly(self) -> None:
         self._inner.sum_exactly()

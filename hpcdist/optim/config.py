@@ -24,22 +24,15 @@ READ_BY: Final[dict[str, tuple[Name, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Options for the tensors whose names ``LAYER.NAME`` match one of ``patterns``.
-
-    ``weight_decay`` replaces ``optimizer.weight_decay``, also for biases and norm scales; None: no replacement.
-    ``rate_factor`` multiplies the learning rate.
-    """
+    """Options for the tensors whose names ``LAYER.NAME`` match one of ``patterns``."""
 
     patterns: tuple[str, ...]
-    weight_decay: float | None = None
-    rate_factor: float = 1.0
+    weight_decay: float | None = None  # replaces ``optimizer.weight_decay``, also for biases and norm scales
+    rate_factor: float = 1.0  # multiplies the learning rate
 
     @classmethod
     def of(cls, text: str) -> "ParameterGroup":
-        """Parse a parameter group: patterns of tensor names, a colon, and options ``name=value``.
-
-        Raises ConfigurationError if ``text`` is invalid.
-        """
+        """Parse a parameter group: patterns, a colon, and options ``name=value``. Raises ConfigurationError."""
         names, _, options = text.rpartition(":")
         values: dict[str, float] = {}
         try:
@@ -115,7 +108,7 @@ class OptimizerConfig:
 
     @property
     def parsed_groups(self) -> tuple[ParameterGroup, ...]:
-        """Parameter groups, parsed from the texts in ``groups``, in the same order."""
+        """Parameter groups, parsed from the texts in ``groups``."""
         return tuple(map(ParameterGroup.of, self.groups))
 
 

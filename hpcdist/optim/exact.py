@@ -23,15 +23,12 @@ _HALF = np.uint64(32)
 
 
 def zeros(*shape: int) -> np.ndarray:
-    """Return zeroed accumulators for exact sums, as an int64 array. ``*shape`` (positional): shape of the sums."""
+    """Return zeroed accumulators for exact sums, as int64. ``*shape``: shape of the sums."""
     return np.zeros((*shape, SLOTS), np.int64)
 
 
 def add_squares(values: Array, digits: np.ndarray) -> None:
-    """Add the squares of float32 or float64 host ``values`` exactly to the accumulator ``digits``, in place.
-
-    ``digits`` has shape (SLOTS,). Raises UsageError for other dtypes.
-    """
+    """Add the squares of float32 or float64 host ``values`` exactly to the accumulator ``digits``, in place."""
     # Afterwards each digit is below 2^32, so accumulators of 2^31 ranks can be added.
     if values.dtype == np.float32:
         _add_float32(values.view(np.uint32), digits)
@@ -42,7 +39,7 @@ def add_squares(values: Array, digits: np.ndarray) -> None:
 
 
 def rounded(digits: np.ndarray) -> np.ndarray:
-    """Return exact sums as float64 values, rounded to nearest even. ``digits``: accumulators created by `zeros`."""
+    """Return the sums in the accumulators ``digits``, each rounded to the nearest float64."""
     sums = [_rounded(row) for row in digits.reshape(-1, SLOTS)]
     return np.array(sums, np.float64).reshape(digits.shape[:-1])
 

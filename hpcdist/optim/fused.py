@@ -56,10 +56,10 @@ def momentum(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Run one SGD step with momentum in place on ``weights`` and ``velocity`` (decayed sum of gradients)."""
+    """Run one SGD step with momentum in place on ``weights`` and ``velocity``."""
     # g = scale * gradient + decay * w;  velocity = momentum * velocity + g;  w -= rate * velocity
     # With Nesterov momentum: w -= rate * (g + momentum * velocity).
-    g_share, v_share = kernels.shares_of_step(momentum, nesterov)
+    g_share, v_share = kernels.momentum_factors(momentum, nesterov)
     scalars = (scale, momentum, g_share, v_share)
     if isinstance(decay, TensorOptions):
         kernels.launch_update("momentum", weights, gradient, (velocity,), working, decay, *scalars, rate)
@@ -87,7 +87,7 @@ def sgd(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Run a plain SGD step: weights -= rate * (scale * gradient + decay * weights). The factors are keyword-only."""
+    """Run a plain SGD step: weights -= rate * (scale * gradient + decay * weights)."""
     if isinstance(decay, TensorOptions):
         kernels.launch_update("plain", weights, gradient, (), working, decay, scale, rate)
         return

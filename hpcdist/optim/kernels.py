@@ -32,14 +32,11 @@ THREADS: Final = 256  # per block
 
 
 class TensorOptions(NamedTuple):
-    """Optimizer settings of all tensors of a model, as arguments of a GPU kernel.
-
-    ``start``: index in the flat parameter vector of the first element that the kernel processes.
-    """
+    """Optimizer settings of all tensors of a model, as arguments of a GPU kernel."""
 
     bounds: Array  # (tensors, 2), int64: start and end of each tensor, ascending
     options: Array  # (tensors, 2), float64: weight decay and factor of the rate
-    start: int = 0
+    start: int = 0  # flat index of the first element that the kernel processes
 
 
 def launch_adam_direction(
@@ -52,35 +49,25 @@ def launch_adam_direction(
     tensors: TensorOptions,  # weight decays
     *scalars: float,  # factor of the gradient, the six results of `moment_factors`, epsilon
 ) -> None:
-    """Update Adam's m and v on a GPU, and write the update direction (without learning rate) to ``step``.
-
-    ``partial``: result of `partial_sums`; the squares of ``weights`` and ``step`` are added. ``tensors``: weight decay
-    by tensor.
-    """
+    """On a GPU, update m and v, write the Adam update to ``step``, and add squares to the sums ``partial``."""
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
 
 def launch_scaled_direction(
     weights: Array, gradient: Array, step: Array, partial: Array, tensors: TensorOptions, scale: float
 ) -> None:
-    """Write ``scale`` times ``gradient`` to ``step`` on a GPU, and sum squares of ``weights`` and ``step``.
-
-    The sums are added to ``partial``, a result of `partial_sums`. ``tensors``: flat range of each tensor.
-    """
+    """Write ``scale`` times ``gradient`` to ``step`` on a GPU, and add squares of weights and step to ``partial``."""
     _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return a zeroed GPU array for partial sums of squares. ``size``: elements of all ``tensors`` tensors."""
+    """Return a zeroed GPU array for partial sums of squares of ``tensors`` with ``size`` elements."""
     # The sums have the same bits if the flat vector is processed in ranges that are split at multiples of `TILE`.
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return each tensor's sums of squares of weights and of updates, as float64 of shape (tensors, 2).
-
-    ``partial``: sums from `partial_sums`. ``tensors``: flat range of each tensor.
-    """
+    """Return each tensor's sums of squares of weights and of updates, as float64 of shape (tensors, 2)."""
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums
@@ -97,8 +84,7 @@ def launch_update(
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.fused`. The gradient is not changed.
 
-    ``slots``: optimizer state arrays. ``working``: array for rounded weights, or None. ``tensors``: weight decay and
-    rate factor by tensor. ``*scalars`` (positional): kernel constants.
+    ``slots``: optimizer state arrays. ``working``: array for rounded weights, or None. ``*scalars``: kernel constants.
     """
     # Kernels, with their slots and scalars ("scale" multiplies the gradient):
     # "adam": m and v; scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
@@ -145,7 +131,7 @@ def launch_sum_of_squares(*pieces: Array) -> Array:
 
 
 def launch_convert(values: Array, into: Array, add: bool = False) -> None:
-    """Write ``values`` to ``into`` on a GPU, or add them if ``add`` is true. Round the result once, to nearest even."""
+    """Write ``values`` to ``into`` on a GPU, or add them if ``add`` is True. Round the result once."""
     types: dict[str, Any] = {"REAL": np.float32, "GRADIENT": values.dtype, "WORKING": into.dtype}
     CUDA_SOURCE.launch("convert", *elementwise(values.size, PACK), values, into, values.size, int(add), **types)
 
@@ -174,7 +160,7 @@ def adam_direction(
 
 
 def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
-    """Return beta1, 1 - beta1, beta2, 1 - beta2, and the bias-correction factors of m and v after ``count`` updates."""
+    """Return beta1, 1 - beta1, beta2, 1 - beta2, and the bias corrections of m and v after ``count`` updates."""
     beta1, beta2 = betas
     corrections = (1.0 / (1.0 - beta1**count), 1.0 / (1.0 - beta2**count)) if count else (1.0, 1.0)
     return beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections
@@ -182,10 +168,7 @@ def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
 
 @jit
 def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
-    """Update Adam's moments of element ``i`` with the gradient ``g``. Return m^ / (sqrt(v^) + epsilon).
-
-    m^ and v^ are bias-corrected moments. ``beta1`` to ``correct2``: result of `moment_factors`.
-    """
+    """Update Adam's moments of element ``i`` with the gradient ``g``. Return the update without learning rate."""
     mean = m[i] * beta1 + g * rest1
     square = v[i] * beta2 + g * g * rest2
     m[i] = mean
@@ -221,16 +204,16 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update ``velocity`` (the momentum state), and overwrite ``gradient`` with the update direction."""
+    """Update the momentum state ``velocity``, and overwrite ``gradient`` with the update direction."""
     # g = scale * gradient + decay * weights; velocity = momentum * velocity + g. The step is the velocity or, with
     # Nesterov momentum, g + momentum * velocity.
-    g_share, v_share = shares_of_step(momentum, nesterov)
+    g_share, v_share = momentum_factors(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
     run(weights, gradient, velocity, *map(weights.dtype.type, (scale, momentum, g_share, v_share, decay)))
 
 
-def shares_of_step(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """Return the factors (a, b) of the momentum step a * gradient + b * velocity, with the updated velocity."""
+def momentum_factors(momentum: float, nesterov: bool) -> tuple[float, float]:
+    """Return the factors (a, b) of the momentum step a * gradient + b * velocity."""
     return (1.0, momentum) if nesterov else (0.0, 1.0)
 
 
@@ -259,7 +242,7 @@ def scale_in_place(gradient: Array, scale: float) -> None:
 
 
 def descend(weights: Array, step: Array, rate: float) -> None:
-    """Subtract ``rate * step`` from ``weights`` in place. Do not change ``step``."""
+    """Subtract ``rate * step`` from ``weights`` in place."""
     run = _descend_ufuncs if is_device(weights) else _descend_loop
     run(weights, step, weights.dtype.type(rate))
 
@@ -290,7 +273,7 @@ def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type:
 
 
 def sum_of_squares(values: Array) -> Any:
-    """Return the float64 sum of squares: a float, or for GPU ``values`` a 0-dimensional GPU array."""
+    """Return the float64 sum of squares: a float, or a 0-dimensional GPU array for GPU ``values``."""
     if is_device(values):
         return launch_sum_of_squares(values)
     sums = np.zeros(LANES)
@@ -302,10 +285,7 @@ def sum_of_squares(values: Array) -> Any:
 # replicas on different CPUs would diverge.
 @jit
 def add_squares(values: Any, sums: Any, phase: Any) -> None:
-    """Add the squares of the host array ``values``, float32 or float64, to the `LANES` float64 ``sums``.
-
-    Element i goes to ``sums[(phase + i) % LANES]``.
-    """
+    """Add the square of element i of ``values`` to ``sums[(phase + i) % LANES]``, for all i. Sums are float64."""
     # If phase is the index of values[0] in its tensor, modulo LANES, several calls give the same bits as one call.
     # First complete the row of lanes that the previous block left. Then element k of each row goes to lane k, without a
     # modulus. The last row may be shorter.
@@ -324,7 +304,7 @@ def add_squares(values: Any, sums: Any, phase: Any) -> None:
 
 @jit
 def total(sums: Any) -> Any:  # (LANES,)
-    """Return the total of ``sums``, the partial sums from `add_squares`. The content of ``sums`` is then undefined."""
+    """Return the total of the partial sums from `add_squares`. Overwrites ``sums``."""
     half = LANES // 2  # a fixed tree with independent additions per level
     while half:
         left, right = sums[:half], sums[half : 2 * half]
@@ -345,7 +325,7 @@ def round_into(master: Array, working: Array) -> None:
 
 
 def widen(working: Array, wide: Array) -> None:
-    """Convert the 16-bit floats ``working`` to float32 and write them to ``wide``. This is exact."""
+    """Convert the 16-bit floats ``working`` to float32 and write them to ``wide``."""
     if is_device(working):
         launch_convert(working, wide)
     else:
@@ -353,7 +333,7 @@ def widen(working: Array, wide: Array) -> None:
 
 
 def add_rounded(working: Array, addend: Array) -> None:
-    """Add the float32 ``addend`` to the 16-bit ``working`` in float32, and round once. Do not change ``addend``."""
+    """Add the float32 ``addend`` to the 16-bit ``working`` in float32, and round once."""
     if is_device(working):
         launch_convert(addend, working, add=True)
         return
@@ -374,7 +354,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return example arguments to compile a kernel: ``buffers`` arrays and ``scalars`` numbers, per dtype."""
+    """Return example arguments to compile a kernel with: ``buffers`` arrays and ``scalars`` numbers, per dtype."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

@@ -20,10 +20,7 @@ from hpcdist.optim.base import Copy, ElementWise, LayerWise, SegmentWise, Sums, 
 
 
 class MasterWeights(WrappedOptimizer):
-    """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits.
-
-    The argument ``master`` of all methods has the 16-bit parameters.
-    """
+    """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits."""
 
     def __init__(
         self, inner: SegmentWise, layout: Layout, parts: Range | Sequence[Range], *, ledger: Ledger | None, on: str
@@ -51,10 +48,7 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 weights in the flat range ``piece``, and round them to ``master``, the 16-bit parameters.
-
-        ``direction``: directions of the update. ``norms``: as in `SegmentWise.apply`. ``working`` is not used.
-        """
+        """Update the float32 weights in the flat range ``piece``, and round them to the 16-bit store ``master``."""
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)
 

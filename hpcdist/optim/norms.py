@@ -31,10 +31,7 @@ def sum_of_block_squares(blocks: Iterable[Array]) -> float:
 
 
 class Norms:
-    """Sums of squares of the weights and of the update directions of each of ``count`` tensors, on the host.
-
-    Adding a tensor in consecutive pieces gives the same bits as adding it at once.
-    """
+    """Sums of squares of the weights and of the update directions of each of ``count`` tensors, on the host."""
 
     def __init__(self, count: int) -> None:
         self._sums = np.zeros((count, 2))
@@ -47,10 +44,7 @@ class Norms:
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add squares to the sums of tensor ``tensor``, for its elements in the flat range ``where``.
-
-        ``weights``, ``step``: weights and update directions of these elements.
-        """
+        """Add the squares of the weights and update directions of tensor ``tensor`` in the flat range ``where``."""
         if (tensor, where.start) != (self._tensor, self._stretch.stop):
             self._close()
             self._tensor, self._stretch = tensor, Range(where.start, where.start)
@@ -72,7 +66,7 @@ class Norms:
 
 
 class GpuNorms:
-    """Sums of squares of each tensor's weights and update directions, which GPU kernels add to ``partial``."""
+    """Sums of squares of each tensor's weights and update directions, computed by GPU kernels."""
 
     def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
         self.partial, self._tensors = kernels.partial_sums(size, len(tensors.bounds)), tensors
@@ -85,7 +79,7 @@ class GpuNorms:
 
 
 class ExactNorms:
-    """Exact sums of squares of each tensor's weights and update directions, in accumulators of `optim.exact`."""
+    """Sums of squares of each tensor's weights and update directions, computed without rounding."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)
@@ -108,10 +102,7 @@ _WIDEN = 1 << 14  # 16-bit elements to widen at a time: 64 KiB of float32 fit in
 def sum_of_squares(
     store: FlatStore, parts: Range | Sequence[Range] | None = None, watched: Sequence[Range] = ()
 ) -> float:
-    """Return the float64 sum of squares of ``store`` in the flat ranges ``parts``, without padding.
-
-    ``parts`` None: all ranges. A non-finite element in the ranges ``watched`` makes the result NaN.
-    """
+    """Return the sum of squares in the flat ranges ``parts``, or NaN if the ranges ``watched`` are not finite."""
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
     if watched:
@@ -167,10 +158,7 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 
 
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
-    """Return the factor that clips a gradient to the norm ``limit`` (0: no limit).
-
-    ``norm_squared``: squared norm over all ranks. Raises NonFiniteError if the norm is not finite.
-    """
+    """Return the factor that clips a gradient norm to ``limit`` (0: no limit). Raises NonFiniteError."""
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
             f"the squared norm of the gradient is {norm_squared}, but must be finite; "

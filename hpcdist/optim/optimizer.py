@@ -29,7 +29,7 @@ from hpcdist.optim.config import OptimizerConfig
 
 
 class AdamMomentSlots(SegmentWise):
-    """Base class of AdamW and LAMB. It keeps Adam's two moments and computes the update direction from a gradient."""
+    """Base class of AdamW and LAMB, which keep Adam's two moments and compute the update direction from them."""
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
 
@@ -72,7 +72,7 @@ _LARGEST: Final = 1e30
 
 
 class Lamb(AdamMomentSlots, LayerWise):
-    """LAMB: the direction of AdamW, scaled per tensor by a trust ratio: norm of the weights / norm of the direction."""
+    """LAMB: the direction of AdamW, scaled per tensor by the ratio of weight norm and direction norm."""
 
     def _direction_all(
         self,
@@ -100,11 +100,7 @@ class Lamb(AdamMomentSlots, LayerWise):
 
 
 class Sgd(ElementWise):
-    """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2.
-
-    Like `torch.optim.SGD` without dampening. Without parameter groups, tensors with
-    `TensorSpec.adapted` False do not decay.
-    """
+    """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2."""
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
 
@@ -168,11 +164,11 @@ class Lars(LayerWise):
         self._correction = self._rate / before if before and self.config.momentum_correction else 1.0
 
     def state(self) -> dict[str, float]:
-        """Return the state to save: the number of updates, and the learning rate of the last update."""
+        """Return the number of updates and the learning rate of the last update."""
         return {**super().state(), "rate": self._rate}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the optimizer from ``state``. If it contains no learning rate, use the scheduled rate."""
+        """Restore the optimizer from ``state``. Without a learning rate in it, use the scheduled rate."""
         super().restore(state)
         self._factor = 1.0
         self._rate = float(state.get("rate", self.learning_rate if self.count else 0.0))
@@ -230,10 +226,7 @@ def build(
     on: str = "cpu",  # device of the state, "cpu" or "gpu"
     make_slot: Callable[[str], FlatStore] | None = None,  # allocates a state vector such as "m"
 ) -> SegmentWise:
-    """Return a new optimizer ``config.name`` for the flat ranges ``parts``, with zero state.
-
-    Raises UsageError unless ``dtype``, of the master weights, is float32 or float64.
-    """
+    """Return a new optimizer ``config.name`` with master weights of ``dtype`` in the flat ranges ``parts``."""
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot
     )

@@ -22,24 +22,24 @@ from hpcdist.optim.config import OptimizerConfig, Scaling
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Schedule of the global batch size, which can grow in stages during the run."""
+    """Schedule of the global batch size, which can grow in stages."""
 
     final: int  # samples per step after the last stage
     stages: tuple[tuple[int, int], ...] = ()  # (end in samples since the start of the run, samples per step)
 
     def size(self, step: int) -> int:
-        """Return the number of samples in step number ``step``, where the first step is 0."""
+        """Return the number of samples in step number ``step``, counted from 0."""
         return next((size for first, last, size in self._steps() if first <= step < last), self.final)
 
     def samples_before(self, step: int) -> int:
-        """Return the number of samples in all steps before step number ``step``, where the first step is 0."""
+        """Return the number of samples in all steps before step number ``step``, counted from 0."""
         samples = after = 0
         for first, last, size in self._steps():
             samples, after = samples + size * (min(step, last) - min(step, first)), last
         return samples + self.final * max(0, step - after)
 
     def steps_for(self, samples: int) -> float:
-        """Return the number of steps for the first ``samples`` samples of the run, as a float, without rounding."""
+        """Return the number of steps for the first ``samples`` samples of the run, without rounding."""
         start = 0
         for end, size in self.stages:
             if samples <= end:
@@ -49,7 +49,7 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of samples per step: one for each growth stage of the batch size, then the final one."""
+        """Number of samples per step in each growth stage, and at the end."""
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
@@ -117,11 +117,7 @@ class NoiseEstimate:
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Estimate the gradient noise from mean gradients of a small and a big batch.
-
-    ``small_squared``, ``big_squared``: squared norms of the mean gradients. ``inverse_small``: 1 / (samples of the
-    small batch). ``big``: samples of the big batch.
-    """
+    """Estimate the gradient noise from the squared norms of the mean gradients of a small and a big batch."""
     # The mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two sizes b < B give
     # unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
     #     tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B);  |G|^2 = |g_B|^2 - tr(Sigma) / B
@@ -131,7 +127,7 @@ def estimate_noise(small_squared: float, inverse_small: float, big_squared: floa
 
 
 class SmoothedNoise:
-    """Moving averages of both values of a `NoiseEstimate` over steps, corrected for the start value 0."""
+    """Moving averages of a `NoiseEstimate` over steps, corrected for the start value 0."""
 
     def __init__(self) -> None:
         self._weight = self._gradient_squared = self._trace = 0.0
@@ -145,7 +141,7 @@ class SmoothedNoise:
 
     @property
     def mean(self) -> NoiseEstimate:
-        """Moving average of the gradient noise estimates. Its values are NaN before the first call of `add`."""
+        """Moving average of the gradient noise estimates, or NaN before the first call of `add`."""
         if not self._weight:
             return NoiseEstimate(math.nan, math.nan)
         return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
@@ -155,7 +151,7 @@ class SmoothedNoise:
         return {"weight": self._weight, "gradient_squared": self._gradient_squared, "trace": self._trace}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the moving averages from a result of the method `state`. An empty dict resets the averages."""
+        """Restore the moving averages from a result of `state`. An empty dict resets the averages."""
         self._weight = float(state.get("weight", 0.0))
         self._gradient_squared, self._trace = float(state.get("gradient_squared", 0)), float(state.get("trace", 0))
 
@@ -170,7 +166,7 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOptimizerConfig(OptimizerConfig):
-    """Optimizer settings for a training whose batch size grows in stages, as returned by `resolve_rate`."""
+    """Optimizer settings for a batch size that grows in stages, as returned by `resolve_rate`."""
 
     # The learning rate is for the final batch size.
 
@@ -190,7 +186,7 @@ class StagedOptimizerConfig(OptimizerConfig):
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return a copy of ``config`` with the rate scaled to the batch sizes of the schedule ``batches``. Local."""
+    """Return a copy of ``config`` with the learning rate scaled to the batch sizes of ``batches``."""
     # The peak rate of ``config`` is for ``base_batch`` samples per step. The result has the warm-up in updates.
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
@@ -203,7 +199,7 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return a log text on batch growth, rate scaling and warm-up, or "". ``batches``: batch size schedule. Local."""
+    """Return a log text on the growth of the batch size, rate scaling and warm-up, or ""."""
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:
         last = batches.stages[-1][0]
@@ -227,10 +223,7 @@ SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> float:
-    """Return the learning rate of update number ``update`` (the first is 1) of ``total_steps`` updates.
-
-    ``config`` must come from `resolve_rate`.
-    """
+    """Return the learning rate of update number ``update``, from 1 to ``total_steps``."""
     assert not (config.base_batch or config.warmup_samples), "call resolve_rate first"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0
     if isinstance(config, StagedOptimizerConfig):

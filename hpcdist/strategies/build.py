@@ -192,7 +192,7 @@ def operations(
 
 
 def _shared_out(context: RankContext) -> dict[int, Range]:
-    parts = {unit: context.layout.part_of(stage.layer, "expert") for unit, stage in enumerate(context.model.stages)}
+    parts = {unit: context.layout.range_of(stage.layer, "expert") for unit, stage in enumerate(context.model.stages)}
     return {unit: part for unit, part in parts.items() if part}
 
 

@@ -55,10 +55,9 @@ def _create(backend: Any, options: Any) -> Group:
 
 
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
-    """Wait until all ranks of ``group`` have called this, as with gloo's `monitored_barrier`. Collective.
+    """Wait until all ranks of ``group`` have called this. Collective. Raises DeadlineError after ``timeout_s`` seconds.
 
-    Raises DeadlineError after ``timeout_s`` seconds. Rank 0's error names one missing rank, or all with
-    ``wait_all_ranks``.
+    Rank 0's error names one missing rank, or all with ``wait_all_ranks``.
     """
     asked: Any = group or dist.group.WORLD
     if not isinstance(asked, Group):

@@ -34,7 +34,7 @@ _SEEN_AS: Final = {
 class Buffer:
     """Array over the memory of a PyTorch ``tensor``, for communication. A non-contiguous tensor is copied.
 
-    Raises BufferHandoverError for sparse or quantised tensors, and devices other than CPU and CUDA.
+    Raises BufferHandoverError for unsupported tensors.
     """
 
     __slots__ = ("_copy", "_tensor", "array")
@@ -82,10 +82,7 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return a list with a `Buffer` for each of ``inputs``, the input tensors of one coalesced collective. Local.
-
-    ``*outputs`` (further positional arguments): lists of output tensors, in the order of ``inputs``.
-    """
+    """Return a `Buffer` for each of the input tensors of one coalesced collective."""
     # An output may overlap the input of another position, so all inputs are then copied.
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]
@@ -123,7 +120,7 @@ def array_of(memory: torch.Tensor) -> Array:
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
-    """Return the set of devices of the `Buffer` objects in ``arguments``, the argument tuples of several calls."""
+    """Return the set of devices of the buffers in ``arguments``, the argument tuples of several calls."""
     values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}

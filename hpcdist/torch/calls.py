@@ -48,7 +48,7 @@ _ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
 
 @dataclass(frozen=True)
 class Reduction:
-    """A PyTorch reduction (ReduceOp) for tensors of one dtype, expressed by hpcdist's reductions."""
+    """Reduction operation of PyTorch (ReduceOp) for one dtype, expressed by hpcdist's reductions."""
 
     op: str  # hpcdist's name, or "" to use the numpy ufunc ``function``
     function: str
@@ -85,7 +85,6 @@ def _name(kind: Any) -> str:
 
 
 def _allreduce_ufunc(comm: Communicator, buffer: Array, function: str) -> None:
-    """Allreduce ``buffer`` in place with the numpy ufunc named ``function``. Collective over ``comm``."""
     if comm.size > 1:
         chunks = split(buffer.size, comm.size, buffer.itemsize)
         reduce_chunk(comm, buffer, chunks, function, buffer[chunks[comm.rank].slice])
@@ -116,10 +115,7 @@ def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
 
 
 def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], function: str, result: Array) -> None:
-    """Reduce-scatter: ``result`` on rank r receives range ``chunks[r]`` of the reduced ``buffer``. Collective.
-
-    ``function`` names a numpy ufunc. ``result`` may overlap ``buffer``.
-    """
+    """Reduce-scatter: ``result`` on rank r receives the range ``chunks[r]`` of the reduced ``buffer``. Collective."""
     chunk = chunks[comm.rank]
     rows = scratch("torch reduction", comm.size * chunk.size, buffer.dtype, buffer)
     received = [Range(rank * chunk.size, (rank + 1) * chunk.size) for rank in range(comm.size)]
@@ -136,7 +132,7 @@ ARRIVED, LEAVE = 1, 2  # tags of the monitored barrier
 
 
 def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str) -> None:
-    """Allreduce ``buffer`` in place with operation ``how`` (sum, max, ...) by ``algorithm``, a name or "auto"."""
+    """Allreduce ``buffer`` in place by ``algorithm``, a name or "auto", with the reduction ``how``. Collective."""
     _allreduce(comm, buffer.array, how, algorithm)
     buffer.finish()
 
@@ -162,7 +158,7 @@ def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
 
 
 def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algorithm: str) -> None:
-    """Reduce all ranks' buffers with the operation ``how`` (sum, max, ...) into the buffer of ``root``. Collective."""
+    """Reduce all ranks' buffers with the reduction ``how``, such as sum, into the buffer of ``root``. Collective."""
     if comm.rank == root:
         allreduce(comm, buffer, how, algorithm)
     elif buffer.array.size:
@@ -195,7 +191,7 @@ def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffe
 
 
 def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Reduction) -> None:
-    """Reduce ``source`` over ranks by ``how`` (sum, max, ...). Rank r's ``output`` gets the r-th of equal chunks."""
+    """Reduce-scatter: ``output`` on rank r receives the r-th of equal chunks of the reduced ``source``. Collective."""
     addend = source.array
     if how.factor is not None:
         addend = scratch("torch addend", source.array.size, source.array.dtype, source.array)
@@ -204,7 +200,7 @@ def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Redu
 
 
 def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
-    """Reduce-scatter: ``output`` of rank r receives the reduced ``parts[r]``. ``how``: operation (sum, max, ...)."""
+    """Reduce-scatter: ``output`` on rank r receives the reduced ``parts[r]``. Collective."""
     shares = ranges([part.array.size for part in parts])
     addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
     for part, share in zip(parts, shares, strict=True):
@@ -227,7 +223,7 @@ def _reduce_scatter(comm: Communicator, output: Buffer, addend: Array, shares: l
 
 
 def all_to_all(comm: Communicator, source: Buffer, target: Buffer, sent: list[Range], received: list[Range]) -> None:
-    """Send range ``sent[r]`` of ``source`` to each rank r, and fill range ``received[r]`` of ``target`` from rank r."""
+    """Send range ``sent[r]`` of ``source`` to rank r, and receive range ``received[r]`` of ``target`` from rank r."""
     exchange.all_to_all(comm, source.array, target.array, sent, received)
     target.finish()
 
@@ -278,7 +274,7 @@ def scatter(comm: Communicator, output: Buffer, parts: Sequence[Buffer], root: i
 def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> None:
     """Wait until all ranks have called this. Collective. Raises DeadlineError after ``limit_s`` seconds.
 
-    The error of rank 0 names one missing rank. If ``name_all`` is True, it names all missing ranks.
+    The error of rank 0 names one missing rank, or all missing ranks if ``name_all`` is True.
     """
     limit, token = time.monotonic() + limit_s, np.zeros(1, np.uint8)
     if comm.rank:
@@ -308,15 +304,12 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
 
 
 def ranges(sizes: Sequence[int]) -> list[Range]:
-    """Return a list of adjacent index ranges with lengths ``sizes``. The first range starts at 0. Local."""
+    """Return adjacent index ranges with the lengths ``sizes``. The first range starts at 0. Local."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return one element range of ``tensor`` per rank, for an all-to-all of rows. ``ranks``: number of ranks.
-
-    ``sizes``: each rank's number of rows, or None to split evenly. ``which``: "input" or "output", for error messages.
-    """
+    """Return the element range of ``tensor`` for each rank. ``sizes``: rows per rank, or None to split evenly."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
         if rows % ranks:
@@ -336,10 +329,7 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 
 
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
-    """Raise UsageError if ``output`` and ``source`` have different dtypes, or ``expected`` differs from ``actual``.
-
-    ``expected``, ``actual``: element counts. ``name``: name of the collective, for the message. Local.
-    """
+    """Raise UsageError unless the tensors have one dtype, and ``expected`` equals the ``actual`` element count."""
     if output.dtype != source.dtype:
         raise UsageError(f"the output of {name} is {output.dtype}, but the input is {source.dtype}; use one dtype")
     if expected != actual:
@@ -350,6 +340,6 @@ def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: 
 
 
 def check_count(tensors: Sequence[Any], size: int, name: str) -> None:
-    """Raise UsageError unless ``tensors`` has one entry for each of ``size`` ranks. ``name``: collective. Local."""
+    """Raise UsageError unless the collective ``name`` got one tensor for each of ``size`` ranks."""
     if len(tensors) != size:
         raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; pass one tensor per rank")

@@ -36,13 +36,9 @@ _ProcessGroup: Any = dist.ProcessGroup  # its type stubs lack a constructor and 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a process group, passed as ``pg_options=`` to `init_process_group` and `new_group`.
+    """Options of a process group, passed as ``pg_options=`` to `init_process_group` and `new_group`."""
 
-    ``algorithm``: allreduce algorithm: a name, a table printed by `hpcdist tune`, or "auto" (measured once). Raises
-    UsageError if unknown.
-    """
-
-    algorithm: str = "auto"
+    algorithm: str = "auto"  # of allreduce: a name, a table printed by `hpcdist tune`, or "auto" (measured once)
 
     def __post_init__(self) -> None:
         if self.algorithm != "auto":
@@ -72,7 +68,7 @@ class Group(_ProcessGroup):
         self._ended = False
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
-        """Queue the function ``run``, which does a collective that writes the tensors ``result``. Return its handle."""
+        """Queue the function ``run``, which performs a collective into the tensors ``result``. Return a handle."""
         gpu_streams = self._streams_for({tensor.device for tensor in result}) if streams.HAS_GPU else None
         site = call_site_outside(sys._getframe(1), OUTSIDE)
         return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
@@ -132,7 +128,7 @@ class Group(_ProcessGroup):
         return self._streams
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Bind this group to the GPU ``device`` (``device_id`` of `init_process_group`). Local."""
+        """Bind this group to the GPU ``device``. PyTorch passes the ``device_id`` of `init_process_group`. Local."""
         self._streams_for({device})
         self.bound_device_id = device
 

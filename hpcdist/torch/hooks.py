@@ -32,8 +32,7 @@ def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **opti
     """Compress the gradients that ``model`` sends. Collective; call before any backward pass.
 
     ``name``: one of `COMPRESSORS`. Keyword arguments: ``seed`` and the keys of recipe section [compression]. Gradients
-    must be float32. PyTorch checkpoints do not contain the error feedback. Raises UsageError if ``model`` does not use
-    the backend hpcdist.
+    must be float32. Raises UsageError if ``model`` does not use the backend hpcdist.
     """
     # Error feedback needs as much memory as the gradients.
     if name not in COMPRESSORS:

@@ -79,10 +79,7 @@ def _address() -> dict[str, str]:
 
 
 def shield_workers() -> None:
-    """Make DataLoader workers ignore the signals that ask a job to stop, so that the training process can save. Local.
-
-    A worker still ends when its training process terminates it or dies.
-    """
+    """Make DataLoader workers ignore the signals that ask a job to stop, so that the training can save. Local."""
     handlers: Any = signal_handling  # untyped in PyTorch
     set_handlers = handlers._set_worker_signal_handlers
 
@@ -103,10 +100,7 @@ def _await_parent() -> None:
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
-    """Start the recorder of operations and, if requested, the energy measurement. Collective.
-
-    ``timeout`` is the deadline of each operation. Return a function that all ranks must call at the program's end.
-    """
+    """Start the event recorder. Return a function that all ranks must call at the end of the program. Collective."""
     record(world, timeout.total_seconds())
     program = ExitStack()
     if os.environ.get("MASTER_PORT") in _ports:
@@ -133,7 +127,7 @@ def _print_joules(world: World) -> None:
 
 
 def communicator(world: World, ranks: list[int], name: str) -> Communicator:
-    """Return a communicator called ``name`` of the processes ``ranks`` of ``world``. Collective over ``ranks`` only."""
+    """Return a communicator ``name`` of the processes ``ranks`` of ``world``. Collective over ``ranks`` only."""
     whole = world.comm
     if not isinstance(whole, MpiCommunicator):
         return whole.dup(name)

@@ -48,7 +48,7 @@ Pending: TypeAlias = Request | _AnySource
 
 
 class MessageWork(Work):
-    """Handle of a point-to-point message that PyTorch's isend and irecv return."""
+    """Handle of a point-to-point message, as returned by PyTorch's isend and irecv."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class MessageWork(Work):
         return ON_HOST if self.streams is None else self.streams.communicating(self._start_event)
 
     def look(self) -> bool:
-        """Poll the message and return True if it has ended. Called by the mailbox, which holds a lock."""
+        """Poll the message and return True if it has ended. The caller must hold the mailbox's lock."""
         if self.done:
             return True
         error = None
@@ -115,7 +115,7 @@ class MessageWork(Work):
 
 
 class Mailbox:
-    """Point-to-point messages of one process group. If ``has_thread``, a thread polls the messages in flight."""
+    """Point-to-point messages of one process group."""
 
     def __init__(self, comm: Communicator, has_thread: bool) -> None:
         self.comm, self.has_thread, self.name = comm, has_thread, comm.name
@@ -126,7 +126,7 @@ class Mailbox:
         self._is_awake = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start sending ``tensor`` to rank ``peer``. Return a handle. ``streams``: None for a CPU tensor. Local."""
+        """Start sending ``tensor`` to rank ``peer``, and return a handle. ``streams``: None for a CPU tensor. Local."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:

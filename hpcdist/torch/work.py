@@ -46,17 +46,14 @@ class _Failed:
 
 
 class Work(dist.Work):
-    """Handle (a `torch.distributed.Work`) of an operation that writes tensors.
-
-    Attribute ``done``: True if the operation has ended or, for GPU tensors, is enqueued on a CUDA stream.
-    """
+    """Handle (a `torch.distributed.Work`) of an operation that writes tensors."""
 
     streams: Streams | None = None  # CUDA streams of GPU tensors; None: host tensors
     end_event: cuda.Event | None = None
 
     def __init__(self, result: Sequence[torch.Tensor], streams: Streams | None = None) -> None:
         super().__init__()
-        self.done = False
+        self.done = False  # True: the operation has ended or, for GPU tensors, is in a CUDA stream
         if streams is not None:
             self.streams = streams
         self._result = result
@@ -79,13 +76,13 @@ class Work(dist.Work):
             self._ended.set()
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait until another thread has ended the operation; return False if that takes over ``seconds``. Local."""
+        """Wait until another thread has ended the operation. Return False after ``seconds``. Local."""
         with _guard:
             self._ended = ended = self._ended or threading.Event()
         return self.done or ended.wait(seconds)  # read `done` after setting `_ended`: `end` uses the opposite order
 
     def settle(self) -> None:
-        """Complete the future that `get_future` returned, if any. The callbacks of the future may start operations."""
+        """Complete the future that `get_future` returned, if any."""
         if self._unsettled is None:
             return
         with _guard:
@@ -100,10 +97,7 @@ class Work(dist.Work):
             future.set_result(list(self._result))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the operation and return True. Raise the operation's error if it failed.
-
-        For GPU tensors, the current CUDA stream waits for the result. Raises DeadlineError after ``timeout``.
-        """
+        """Wait for the operation and return True. Raises the operation's error, or DeadlineError after ``timeout``."""
         # The timeout of collectives needs MPI_THREAD_MULTIPLE, and is ignored otherwise.
         if not self.done:
             self._complete(timeout)
@@ -134,7 +128,7 @@ class Work(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Return a torch.futures.Future whose value is the list of result tensors."""
+        """Return a PyTorch future whose value is the list of result tensors."""
         with _guard:
             if self._future is not None:
                 return self._future
@@ -149,7 +143,7 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """Handle of a queued collective. A thread calls ``run`` to perform the collective."""
+    """Handle of a queued collective. A thread of the queue calls ``run`` to perform the collective."""
 
     # On a GPU, the collective starts after the earlier work on the current CUDA stream. ``name`` (such as "all_reduce")
     # and ``site`` (source line of the call) are for event records.
@@ -242,10 +236,7 @@ class BatchWork(Work):
 
 
 class OperationQueue:
-    """Queue of a process group's collectives, which run in order.
-
-    With ``has_thread``, a thread runs asynchronous operations. `close` ends the threads.
-    """
+    """Queue of a process group's collectives, which run in order."""
 
     def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:
         self.name, self.has_thread, self._events = name, has_thread, events
@@ -269,7 +260,7 @@ class OperationQueue:
         return work
 
     def start(self, work: CollectiveWork) -> CollectiveWork:
-        """Queue ``work`` and return it at once. The queue's thread, or a thread that waits for ``work``, runs it."""
+        """Queue ``work`` and return it at once."""
         if self._runner == threading.get_ident():
             return self.run(work)
         self._waiting.append(work)
@@ -278,7 +269,7 @@ class OperationQueue:
         return work
 
     def watch(self, end_event: cuda.Event) -> None:
-        """Report an NCCL operation as in flight to the watchdog, until ``end_event`` completes on the GPU."""
+        """Report an NCCL operation to the watchdog as in flight, until ``end_event`` completes on the GPU."""
         token = self._events().begin(self.name, "nccl", "uint8", 0, 0, -1, 0)
         self._computing.put((end_event, token))
         if self._watcher is None:
@@ -395,7 +386,7 @@ class _Holder(_ProcessGroup):
 
 
 def hold(work: Any) -> Any:
-    """Return a C++ Work that forwards ``wait`` and ``get_future`` to ``work`` and keeps ``work`` alive. Local."""
+    """Return a C++ Work that forwards ``wait`` and ``get_future`` to ``work`` and keeps ``work`` alive."""
     return _ProcessGroup.barrier(_Holder(work), dist.BarrierOptions()) if isinstance(work, Work) else work
 
 
@@ -404,7 +395,7 @@ def _boxed(work: Work) -> Any:
 
 
 def install() -> None:
-    """Patch PyTorch's C++ bindings that store a `Work`, so that they also keep the Python object alive. Local."""
+    """Patch PyTorch's C++ bindings that store a `Work`, so that the Python object stays alive."""
     for owner, name in STORES:
         if hasattr(owner, name):  # may be missing in later PyTorch versions
             setattr(owner, name, _with_holders(getattr(owner, name)))

@@ -30,10 +30,7 @@ from hpcdist.models.stage import Operations, Saved
 
 
 class JaxLoss(Loss):
-    """Loss that the user's JAX function computes from the outputs of the last stage and the targets.
-
-    Raises UsageError if the function returns a mean whose divisor depends on the data.
-    """
+    """Loss computed by the user's JAX function from the outputs of the last stage and the targets."""
 
     def __init__(
         self,
@@ -136,12 +133,9 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if the result of a JAX program ``jaxpr`` is a sum of elements divided by a constant.
-
-    ``data``: the input variables that are not constant. Keyword-only ``divided``: True if the caller divides the result
-    by a constant.
-    """
-    # Sums, differences and constant multiples of plain means are also plain means.
+    """Return True if the JAX program ``jaxpr`` divides a sum of its inputs ``data`` by a constant."""
+    # Sums, differences and constant multiples of plain means are also plain means. If `divided`, the caller divides the
+    # result by a constant.
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     depends = set(data)
     for equation in jaxpr.eqns:
@@ -179,16 +173,13 @@ EXAMPLE_SAMPLES: Final = 8  # samples of the example that a model keeps, to meas
 
 
 class WrappedModel(Model):
-    """A model whose stages compute with JAX. ``traffic``: counts of bytes copied to JAX and back."""
+    """Model whose stages compute with JAX."""
 
-    traffic: JaxTraffic
+    traffic: JaxTraffic  # counts of bytes copied to JAX and back
     given: Sequence[tuple[int, ParameterLeaves]]  # for each function: its stage, and its parameter leaves
 
     def trees(self, values: Mapping[str, Array]) -> list[Any]:
-        """Return a list of params pytrees, one per function passed to `wrap`, filled with ``values``. Local.
-
-        ``values``: {"LAYER.NAME": array}. Host arrays are not copied.
-        """
+        """Return the ``values``, {"LAYER.NAME": array}, as one params pytree per function passed to `wrap`."""
         tied = {f"{stage.layer}.{name}": key for stage in self.stages for name, key in stage.tied.items()}
         keys = [[f"{layer}.{name}" for name in leaves.names] for layer, leaves in self.given]
         arrays = [[to_host(values[tied.get(key, key)]) for key in row] for row in keys]
@@ -209,9 +200,8 @@ def wrap(
 ) -> WrappedModel:
     """Return a model that trains the pure functions ``stages``: (params, x) -> y, where ``x`` is a micro-batch.
 
-    ``params``: for each function, a pytree of float32 or float64 arrays, or a function that creates the pytree.
-    ``loss(y, targets)``: returns the mean loss, losses of shape (samples, ...), or (sum, weight). Keyword-only
-    ``example``: one batch (inputs, targets). Raises UsageError or ConfigurationError for unsupported models.
+    ``params``: for each function, a pytree of float arrays, or a function that creates the pytree. ``loss(y, targets)``
+    returns the mean loss, losses of shape (samples, ...), or (sum, weight). ``example``: one batch (inputs, targets).
     """
     fail_alike(launched=True)
     if keep not in KEEPS:

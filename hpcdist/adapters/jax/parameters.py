@@ -37,23 +37,17 @@ def submodule(name: str) -> ModuleType:
 
 @dataclass
 class JaxTraffic:
-    """Counts of tensors and bytes that hpcdist shared with JAX, or copied to or from JAX.
+    """Counts of tensors and bytes that hpcdist shared with JAX, or copied to or from JAX."""
 
-    ``seen``: tensors shared without a copy. ``copied_in``: tensors copied to JAX. ``copied_out``: tensors copied back.
-    """
-
-    seen: int = 0
+    seen: int = 0  # tensors shared without a copy
     seen_bytes: int = 0
-    copied_in: int = 0
+    copied_in: int = 0  # tensors copied to JAX
     copied_in_bytes: int = 0
-    copied_out: int = 0
+    copied_out: int = 0  # tensors copied back
     copied_out_bytes: int = 0
 
     def bring(self, array: Array) -> Any:
-        """Return ``array`` as a JAX array on the same device. Local.
-
-        The result may share the memory of ``array``. Raises DataError if integers do not fit JAX's dtype.
-        """
+        """Return ``array`` as a JAX array on the same device. Raises DataError if integers do not fit JAX's dtype."""
         array = _computable(array)
         source: Any = array  # a numpy or cupy array
         if is_device(array):
@@ -71,7 +65,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` to ``into``, or add ``values`` to ``into`` if keyword-only ``add`` is True."""
+        """Copy the JAX array ``values`` to ``into``, or add them if ``add`` is True."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
@@ -127,10 +121,7 @@ class ParameterLeaves:
 
     @classmethod
     def of(cls, params: Any, where: str) -> "ParameterLeaves":
-        """Return the arrays in ``params``, a pytree or a function that returns a pytree.
-
-        ``where``: name of ``params`` for error messages. Raises UsageError if a leaf of the pytree is not an array.
-        """
+        """Return the leaves of ``params``, a pytree of arrays or a function that returns the pytree."""
         jax = library()
         makes = callable(params) and jax.tree_util.all_leaves([params])
         pairs, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(params) if makes else params)
@@ -170,10 +161,7 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Group the functions of a JAX model into stages. Return a list of function indices for each stage.
-
-    ``leaves``: for each function, its parameter arrays. Raises UsageError if no function has parameters.
-    """
+    """Group a model's functions into stages: return the indices of the functions of each stage."""
     # Each function with params starts a stage. A function without params joins the stage before it, or the first stage.
     groups: list[list[int]] = []
     leading: list[int] = []
@@ -234,10 +222,9 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Check the tied tensors. Return one dict per layer: {name of a tied tensor: "LAYER.NAME" of its owner}.
+    """Return {name of a tied tensor: "LAYER.NAME" of its owner} for each layer. Raises UsageError for invalid ties.
 
-    ``tied``: {"LAYER.NAME" of a tied tensor: "LAYER.NAME" of its owner in an earlier layer}. ``layers``: parameters of
-    each layer. Raises UsageError for invalid ties.
+    ``tied``: {"LAYER.NAME" of a tied tensor: "LAYER.NAME" of its owner}. ``layers``: parameters of each layer.
     """
     # Two layers with the same array and no tie are also an error.
     shapes = {

@@ -29,25 +29,18 @@ Compute = Callable[[Sequence[Any], Any, Any], Any]
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Compiled forward and backward pass of a stage for one input shape.
-
-    ``unused``: indices of the parameters without gradient. ``kept_bytes``: activations stored for the backward pass.
-    """
+    """Compiled forward and backward pass of a stage for one input shape."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    unused: tuple[int, ...]
-    kept_bytes: int
+    unused: tuple[int, ...]  # indices of the parameters without gradient
+    kept_bytes: int  # activations stored for the backward pass
 
 
 def compile_passes(
     compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str
 ) -> CompiledPasses:
-    """Compile the forward and backward pass of the stage function ``compute`` for one set of shapes. Local.
-
-    ``leaves``, ``x``, ``draw``: shapes and dtypes of the parameters, the input and the random seed. Keyword-only
-    ``input_gradient``: True to also return the gradient of ``x``. ``keep``: activations to store.
-    """
+    """Compile the forward and backward pass of a stage function for one set of shapes and dtypes. Local."""
     jax = library()
     policies = jax.checkpoint_policies
     policy = {
@@ -131,10 +124,7 @@ class StageFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
-        """Wrap the user function ``call``. Raises UsageError unless it has 2 or 3 required arguments.
-
-        ``tree``: pytree structure of the params. ``where``: name of the function in error messages.
-        """
+        """Wrap the user function ``call``. Raises UsageError unless it has 2 or 3 required arguments."""
         if not callable(call):
             raise UsageError(f"the function of {where} is a {type(call).__name__}; give a function (params, x) -> y")
         required = [
@@ -210,19 +200,15 @@ class SharedContext:
 
 
 class JaxStage:
-    """Pipeline stage that computes with JAX.
-
-    ``leaves``: parameters. ``tied``: {parameter name: "LAYER.NAME" of the shared tensor in an earlier layer}.
-    ``sample``: shape and dtype of one input sample. ``shared``: settings of all stages.
-    """
+    """Pipeline stage that computes with JAX."""
 
     def __init__(
         self,
         layer: int,
         chain: FunctionChain,
         leaves: ParameterLeaves,
-        tied: dict[str, str],
-        sample: Sample,
+        tied: dict[str, str],  # parameter name -> "LAYER.NAME" of its owner in an earlier layer
+        sample: Sample,  # shape and dtype of an input sample
         shared: SharedContext,
     ) -> None:
         self.layer, self.chain, self.tied, self._leaves, self._shared = layer, chain, tied, leaves, shared
@@ -255,14 +241,11 @@ class JaxStage:
         return self.passes(samples).kept_bytes
 
     def unused(self, samples: int) -> list[str]:
-        """Return the names of the parameters that do not affect the output. ``samples``: batch size to trace with."""
+        """Return the names of the parameters that do not affect the output for ``samples`` samples."""
         return [self._leaves.names[index] for index in self.passes(samples).unused]
 
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
-        """Return the compiled forward and backward functions of this stage for ``samples`` samples.
-
-        Keyword-only ``draws`` True enables random keys. Raises UsageError for an output of invalid shape or dtype.
-        """
+        """Return the compiled forward and backward functions of this stage for ``samples`` samples."""
         drawn = draws and self.chain.keyed
         key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)
         if key not in self._shared.passes:

@@ -39,10 +39,7 @@ def library() -> ModuleType:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for later use, unless environment variables already configure malloc.
-
-    This avoids page faults. Up to 2 GiB of memory can be kept unused.
-    """
+    """Make glibc keep up to 2 GiB of freed memory for later use, unless malloc is already configured."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not _MALLOC.intersection(os.environ):
         mallopt(_MMAP_THRESHOLD, 32 << 20)  # the maximum; larger blocks are mapped and unmapped
@@ -66,7 +63,7 @@ def array_of(tensor: "torch.Tensor") -> Array:
 
 
 def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
-    """Return ``array`` as a tensor: integers as int64, floats as ``dtype``, bools as bools. Converting makes a copy."""
+    """Return ``array`` as a tensor: integers become int64, floats become ``dtype``, bools stay bools."""
     if isinstance(array, ArrayGroup):
         return array.map(lambda member: as_computable(member, dtype))
     if np.issubdtype(array.dtype, np.integer):
@@ -109,10 +106,7 @@ def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
-    """Context manager that seeds PyTorch's random generators, and restores their states at exit.
-
-    ``draw``: seed, step and index of the first sample. These and the ``layer`` number give the seed. ``where``: device.
-    """
+    """Context manager that seeds PyTorch's random generators with ``draw`` and ``layer``, and restores them at exit."""
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])
     seed = int(words.generate_state(1, np.uint64)[0])

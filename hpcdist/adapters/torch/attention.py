@@ -23,26 +23,24 @@ if TYPE_CHECKING:
 
 
 class SampleCut:
-    """This rank's part of each sample under context parallelism (samples split by token).
-
-    ``attention``: attention over the tokens of all context ranks. ``places``: positions of this rank's tokens.
-    ``whole``: number of tokens of the sample on all ranks.
-    """
+    """This rank's tokens of each sample under context parallelism, which splits samples by token."""
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
-        self.attention, self.places, self.whole = attention, places, whole
+        self.attention = attention  # over the tokens of all context ranks
+        self.places = places  # positions of this rank's tokens in the sample
+        self.whole = whole  # tokens of a sample on all ranks
         self.calls = 0
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return a `Saved`: memory for the activations of one attention call. Pass it to `back` after use."""
+        """Return memory for the activations of one attention call. Pass it to `back` after use."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1
         return self._free.pop()
 
     def back(self, saved: Saved) -> None:
-        """Release the activations in ``saved``, a result of `take`. A later `take` may return ``saved`` again."""
+        """Release the activations of one attention call, so that a later `take` can reuse ``saved``."""
         saved.release()
         self._free.append(saved)
 
@@ -62,10 +60,7 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 
 
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
-    """Return the positions in the sample of this rank's ``tokens`` tokens, as int64 of shape (tokens,). Local.
-
-    With context parallelism, raises UsageError if this rank does not have ``tokens`` tokens per sample.
-    """
+    """Return the positions in the sample of this rank's ``tokens`` tokens, as int64 of shape (tokens,). Local."""
     torch, cut = library(), CURRENT.get()
     if cut is None:
         return torch.arange(tokens, device=device)
@@ -90,9 +85,8 @@ def context_attention(
 ) -> "torch.Tensor":
     """Return the attention of this rank's queries over the tokens of all context-parallel ranks. Collective.
 
-    Arguments as of PyTorch's `scaled_dot_product_attention`: tensors of shape (samples, heads, tokens, size).
-    ``window``: number of keys that a causal query sees, or 0 for all. All these ranks must also run the backward pass.
-    With context parallelism, raises UsageError for masks, dropout or mismatched shapes.
+    Arguments as of PyTorch's `scaled_dot_product_attention`. ``window``: number of keys that a causal query sees, or 0
+    for all. All ranks must also run the backward pass. Raises UsageError for unsupported arguments.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):

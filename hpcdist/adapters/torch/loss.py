@@ -35,11 +35,7 @@ REDUCTIONS: Final = ("mean", "sum")
 
 
 class TorchLoss(Loss):
-    """Loss that the user's ``function(outputs, targets)`` computes.
-
-    The function returns (summed loss, number of counted targets), or a single number. ``reduction``: "mean" or "sum",
-    the meaning of the single number. ``tokens_per_sample``: predictions per sample.
-    """
+    """Loss that the user's ``function(outputs, targets)`` computes."""
 
     takes_several: Final = True
     weighs = True
@@ -52,16 +48,14 @@ class TorchLoss(Loss):
         if isinstance(function, library().nn.Module):
             for name, _ in function.named_parameters():
                 raise UsageError(f"the loss has a parameter, {name}; move trained parameters into the last stage")
+        # The function returns (summed loss, number of counted targets), or a single number: a "mean" or a "sum".
         self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
         self._returns_weight = False
         self._is_known = False  # True after the comparison of the loss with the losses of half batches
         self._cut: SampleCut | None = None
 
     def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return a copy of this loss for this rank's tokens only. ``cut``: description of these tokens.
-
-        Raises ConfigurationError unless the loss has one prediction per token.
-        """
+        """Return a copy of this loss for this rank's tokens ``cut``. Needs one prediction per token."""
         if self._tokens != cut.whole:
             raise ConfigurationError(
                 f"parallel.context needs a loss with one prediction per token, but the loss has {self._tokens} "
@@ -73,7 +67,7 @@ class TorchLoss(Loss):
         return other
 
     def take_example(self, targets: Any) -> None:
-        """Store example ``targets``. The method `example_targets` then repeats them for any number of samples."""
+        """Store example ``targets``, which `example_targets` repeats for any number of samples."""
         self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
@@ -199,11 +193,7 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets.
-
-    ``node``: last autograd node of the loss. ``predictions``: number of targets, ignored targets included. Raises
-    UsageError if the weights cannot be determined.
-    """
+    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets."""
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
         return mean_weight(inputs[0], predictions)

@@ -34,7 +34,7 @@ Setting = tuple[float | None, float]  # (weight decay, or None for the default; 
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return {recipe key: value} that make hpcdist update parameters like the PyTorch ``optimizer``. Local.
+    """Return the recipe keys and values that reproduce the updates of the PyTorch ``optimizer``. Local.
 
     Raises ConfigurationError unless it is AdamW, Adam, SGD or RMSprop with a constant learning rate.
     """
@@ -144,8 +144,7 @@ def _written(settings: Mapping[str, Setting]) -> list[str]:
 def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
     """Copy trained values into the PyTorch modules that were passed to `wrap`. Local.
 
-    ``parameters``: {"LAYER.NAME": array}. Afterwards the modules share no memory with the run. Raises UsageError for
-    missing or unknown tensors, or wrong shapes.
+    ``parameters``: {"LAYER.NAME": array}. Raises UsageError for missing or unknown tensors, or wrong shapes.
     """
     torch, remaining = library(), dict(parameters)
     reason = "these are parameters of other modules"
@@ -182,9 +181,8 @@ def wrap(
     """Return PyTorch modules as a model that hpcdist can train. Local.
 
     ``module_or_stages``: one module, or an ``nn.Sequential`` or list, each child of which becomes a stage.
-    ``loss(outputs, targets)``: returns (summed loss, number of counted targets), or a single number. Keyword-only
-    ``reduction``: "mean" or "sum", the meaning of the single number. Raises UsageError or ConfigurationError for
-    unsupported modules.
+    ``loss(outputs, targets)``: returns (summed loss, number of counted targets), or a single number. ``reduction``:
+    "mean" or "sum", the meaning of the single number. Raises UsageError or ConfigurationError for unsupported modules.
     """
     # A stage passes one tensor, (samples, ...) in the parameters' dtype, to the next stage. A tuple or dict of inputs
     # becomes the arguments of the first module. Tensors are named LAYER.NAME. Integer data becomes int64. A step keeps

@@ -44,7 +44,7 @@ class StageModules:
                 module.training = training
 
     def parameters(self) -> Iterator[tuple[str, "torch.nn.Parameter"]]:
-        """Yield (qualified name, parameter), once for each parameter."""
+        """Yield the qualified name and the value of each parameter."""
         seen: set[int] = set()
         for prefix, module in self.modules:
             for name, parameter in module.named_parameters(prefix):
@@ -53,7 +53,7 @@ class StageModules:
                     yield name, parameter
 
     def buffers(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield (qualified name, buffer), for all buffers."""
+        """Yield the qualified name and the value of each buffer."""
         for prefix, module in self.modules:
             yield from module.named_buffers(prefix)
 
@@ -62,10 +62,7 @@ class StageModules:
 
 
 def stages_of(module_or_stages: Any) -> list[StageModules]:
-    """Divide ``module_or_stages``, a module or a list or tuple of modules, into the stages of a model.
-
-    Each child of an ``nn.Sequential`` or list becomes a stage. Raises UsageError for other types.
-    """
+    """Divide a module, or a list of modules, into stages: one per child of an ``nn.Sequential`` or list."""
     # A module without new parameters joins the stage before it, or the first stage.
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
@@ -114,7 +111,7 @@ def _modules(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
 
 
 def check_modules(stages: Sequence[StageModules]) -> None:
-    """Raise UsageError or ConfigurationError, with the parameter's name, if modules of ``stages`` cannot be trained."""
+    """Raise UsageError or ConfigurationError if modules of ``stages`` cannot be trained."""
     torch = library()
     parameters = [(stage, name, parameter) for stage in stages for name, parameter in stage.owned.items()]
     for stage, name, parameter in parameters:
@@ -216,7 +213,7 @@ class _StageTensors:
 
 
 class ParameterBinding:
-    """Link between user modules and a training run, whose arrays hold the modules' parameters. Not thread-safe."""
+    """Link between the user's modules and a training run, whose arrays hold the parameters. Not thread-safe."""
 
     def __init__(self, stages: Sequence[StageModules]) -> None:
         self._bound = {id(stage): _StageTensors(stage) for stage in stages}
@@ -241,7 +238,7 @@ class ParameterBinding:
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in stage.owned.items()}
 
     def free_initial(self, step: int) -> None:
-        """From ``step`` 2 on, free the initial values, and the parameters of stages that other ranks run."""
+        """From ``step`` 2 on, free the initial values and the parameters of stages that other ranks run."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -251,10 +248,7 @@ class ParameterBinding:
                         parameter.data = parameter.new_empty(0)
 
     def bind(self, stage: StageModules, views: Parameters, same_device: Array) -> None:
-        """Move the parameters of ``stage`` into the arrays ``views``, keyed by parameter name.
-
-        ``same_device``: array on the run's device. Raises ConfigurationError if the modules are on another device.
-        """
+        """Move the parameters of ``stage`` into the arrays ``views``, keyed by parameter name."""
         bound = self._bound[id(stage)]
         if views is not bound.views:
             self._look_at(bound, views, same_device)
@@ -291,7 +285,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def saving(self, stage: StageModules) -> Iterator[None]:
-        """Context manager: autograd saves a `ParameterView` instead of a parameter of ``stage``."""
+        """Context manager in which autograd saves a `ParameterView` instead of each parameter of ``stage``."""
         bound = self._bound[id(stage)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
@@ -318,10 +312,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, stage: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context manager: the backward pass of ``stage`` writes the gradients to ``gradients``.
-
-        Yields the set of names of the parameters whose gradients have been written.
-        """
+        """Context manager in which backward of ``stage`` fills ``gradients``. Yields the set of filled names."""
         bound = self._bound[id(stage)]
         for parameter in bound.parameters.values():
             parameter.grad = None  # the first gradient is written, not added to an old gradient

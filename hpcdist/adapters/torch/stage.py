@@ -28,11 +28,7 @@ Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # a group only for the first st
 
 
 class TorchStage:
-    """Pipeline stage that runs consecutive PyTorch modules.
-
-    Training uses the modules' own modes (training or evaluation), an evaluation uses evaluation mode. The random seed
-    depends on the run's seed, step, layer and index of the first sample.
-    """
+    """Pipeline stage that runs consecutive PyTorch modules."""
 
     def __init__(
         self,
@@ -57,10 +53,7 @@ class TorchStage:
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return a copy of this stage for this rank's tokens of each sample only. ``cut``: description of these tokens.
-
-        Raises ConfigurationError unless the stage's output has one row per token.
-        """
+        """Return a copy of this stage for this rank's tokens ``cut``. Needs one output row per token."""
         other = copy.copy(self)
         if self._output is not None:
             if self._output[:1] != (cut.whole,):
@@ -85,7 +78,7 @@ class TorchStage:
         return samples, *self._output
 
     def example_input(self, samples: int) -> Array:
-        """Return an input of ``samples`` samples: the example's samples, repeated as often as needed."""
+        """Return an input of ``samples`` samples, made by repeating the example's samples."""
         if self._example is None:
             raise ConfigurationError(
                 f"there is no example input for stage {self.layer}, {self.name}; pass example=x to wrap"
@@ -140,7 +133,7 @@ class TorchStage:
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:
-        """Make this stage's modules raise UsageError (text: ``why``) if user code calls them outside of a step."""
+        """Make this stage's modules raise UsageError with the text ``why`` if user code calls them."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.modules):
@@ -150,7 +143,7 @@ class TorchStage:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
-        """Return the output for the example input ``x``, and store the output shape and FLOPs of the stage."""
+        """Run the stage on the example input ``x``, store its output shape and FLOPs, and return the output."""
         with flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)

@@ -59,10 +59,7 @@ def check_bfloat16() -> None:
 
 
 def check_tensor_cores(feature: str, advice: str) -> None:
-    """Raise MissingCapabilityError if the current GPU has no bfloat16 tensor cores (older than Ampere).
-
-    ``feature``: name of the feature that needs them. ``advice``: what to change. Both are for the error message.
-    """
+    """Raise MissingCapabilityError, with ``advice``, if the current GPU lacks tensor cores, needed by ``feature``."""
     properties = cupy().cuda.runtime.getDeviceProperties(index())
     major, minor = int(properties["major"]), int(properties["minor"])
     if (major, minor) < (8, 0):
@@ -84,10 +81,7 @@ def count() -> int:
 
 
 def choose(local_rank: int) -> int:
-    """Make GPU ``local_rank`` (modulo the number of GPUs) the current GPU, and return its index.
-
-    Call this before a CUDA-aware MPI is initialised.
-    """
+    """Make GPU ``local_rank`` (modulo the number of GPUs) current, before MPI starts. Return the GPU's index."""
     devices = count()
     if devices == 0:
         raise MissingCapabilityError("CUDA sees 0 GPUs; check CUDA_VISIBLE_DEVICES, or set run.device = 'cpu'")
@@ -123,7 +117,7 @@ def new_stream() -> Any:
 
 
 class Event:
-    """A CUDA event recorded in a stream. When this object is deleted, its CUDA event returns to a pool."""
+    """CUDA event that is recorded in a stream. Its CUDA resources return to a pool when this object is deleted."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -134,15 +128,15 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """True if all work that was queued before this event was recorded has finished."""
+        """True if the GPU has finished all work before this event."""
         return bool(self._event.done)
 
     def synchronize(self) -> None:
-        """Block the host until all work that was queued before this event was recorded has finished."""
+        """Block the host until the GPU has finished all work before this event."""
         self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
-        """Make ``stream`` run its later work only after the work that was queued before this event was recorded."""
+        """Make later work on ``stream`` wait for this event."""
         stream.wait_event(self._event)
 
 
@@ -150,7 +144,7 @@ _free_events: deque[Any] = deque()  # shared by all threads: append and pop are 
 
 
 def record(stream: Any = None) -> Event:
-    """Record and return an event after the work already queued on ``stream``. None means the current stream."""
+    """Record and return an event on ``stream``, after the work queued so far. None means the current stream."""
     try:
         event = _free_events.pop()
     except IndexError:

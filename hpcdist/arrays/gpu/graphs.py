@@ -31,16 +31,12 @@ _SUMS_IN_FLOAT32, _SUMS_IN_TF32, _BEST = 68, 77, -1
 
 
 class Matrices(NamedTuple):
-    """One matrix, or several matrices of equal shape, in one GPU array.
-
-    ``leading``: distance in elements between rows (between columns if ``by_columns``). ``pitch``: distance in elements
-    between the starts of consecutive matrices.
-    """
+    """One matrix, or several matrices of equal shape, in one GPU array."""
 
     array: Any
-    leading: int
+    leading: int  # elements from one row (column if `by_columns`) to the next
     by_columns: bool = False
-    pitch: int = 0
+    pitch: int = 0  # elements from one matrix to the next
 
 
 class Cublas:
@@ -57,10 +53,7 @@ class Cublas:
         self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES))
 
     def multiply(self, sizes: tuple[int, int, int], a: Matrices, b: Matrices, out: Matrices, count: int) -> None:
-        """Multiply ``count`` pairs of matrices: ``out[i] = a[i] @ b[i]``.
-
-        ``sizes``: (m, n, k), for a[i] of shape (m, k) and b[i] of shape (k, n).
-        """
+        """Multiply ``count`` pairs of matrices of ``sizes`` (m, n, k): ``a[i]`` (m, k) times ``b[i]`` (k, n)."""
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
         tf32 = name == "float32" and int(os.environ.get("CUPY_TF32") or 0) > 0
@@ -94,7 +87,7 @@ def _loaded(library: str) -> str:
 
 
 class GraphRecorder:
-    """Recorder of a function's GPU kernels as a CUDA graph. Launch all graphs of a recorder on the same stream."""
+    """Recorder of a function's GPU kernels as CUDA graphs. Launch all of its graphs on the same stream."""
 
     # All graphs share one memory pool.
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ Size: TypeAlias = int | tuple[int, ...]  # a grid size in blocks, or a block siz
 
 
 class KernelSource:
-    """A CUDA C++ source file with several kernels. ``dtypes``: names of the element types that the kernels support."""
+    """CUDA C++ source file with several kernels, for elements of the given ``dtypes``."""
 
     def __init__(self, path: Path, dtypes: tuple[str, ...] = tuple(_TYPES)) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class KernelSource:
         return name_of(dtype) in self._dtypes
 
     def code(self, **types: Any) -> str:
-        """Return the source text to compile. ``**types`` (keyword arguments) define macros, such as REAL=np.float32."""
+        """Return the source text to compile, with macros such as REAL=np.float32 defined by the keyword arguments."""
         lines = [f"#define {macro} {self._named(dtype)}\n" for macro, dtype in sorted(types.items())]
         # The macros come first, although the types are structs of COMMON: macros are expanded at their use.
         return "".join(lines) + COMMON.read_text() + self.path.read_text()
@@ -47,10 +47,9 @@ class KernelSource:
         return _TYPES[name_of(dtype)]
 
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
-        """Launch the GPU kernel ``name`` on the current stream, with ``grid`` blocks of ``block`` threads.
+        """Launch the GPU kernel ``name`` with the arguments ``*args`` on the current stream.
 
-        ``*args`` (further arguments): arrays, ints or floats to pass to the kernel. ``**types`` (keyword arguments):
-        macros to define; ``REAL``, the dtype of the elements, is required.
+        Keyword arguments define macros. ``REAL``, the dtype of the elements, is required.
         """
         # Ints are passed as ``long long``; floats as REAL, or as float32 if REAL has 16 bits. Nothing is launched if a
         # dim of ``grid`` is 0.
@@ -63,15 +62,12 @@ class KernelSource:
 
 
 def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
-    """Return (number of blocks, threads per block) to launch a kernel for ``n`` elements.
-
-    ``width``: elements per thread at once. The number of blocks is limited, so threads must loop over elements.
-    """
+    """Return (blocks, threads per block) for a kernel whose threads loop over ``n`` elements, ``width`` at a time."""
     return min(-(-n // (width * threads)), 1 << 20), threads
 
 
 def threads_for(elements: int, most: int = 1024) -> int:
-    """Return the number of threads per block for ``elements`` elements: a multiple of 32, at most ``most``."""
+    """Return the number of threads per block for ``elements`` elements: a multiple of 32, up to ``most``."""
     return min(max(-(-elements // WARP), 1) * WARP, most)
 
 

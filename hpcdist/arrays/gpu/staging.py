@@ -81,21 +81,18 @@ _per_thread = _Local()
 
 
 def lease(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array of ``size`` elements in pinned memory, which is freed with the array. Local."""
+    """Return an uninitialised array of ``size`` elements in pinned memory. Local."""
     _drop_finished_copies()
     return _pool.lease(size * dtype.itemsize).view(dtype)
 
 
 def refusal() -> str:
-    """Return the driver's error message for a refused request of pinned memory, or "" if none was refused. Local."""
+    """Return the driver's error message if it has refused pinned memory, else "". Local."""
     return _pool.refusal
 
 
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
-    """Start to copy the GPU array ``source`` to the host array ``target``. Return an event that marks the end.
-
-    ``produced``: event to wait for before the copy. None: wait for all work queued so far.
-    """
+    """Start to copy a GPU array to the host array ``target`` after the event ``produced``. Return the end event."""
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()
     (device.record() if produced is None else produced).hold_back(_per_thread.stream)
@@ -108,7 +105,7 @@ def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = No
 
 
 def to_host(source: Array) -> np.ndarray:
-    """Copy the GPU array ``source`` to a new pinned host array, wait for the copy, and return the host array. Local."""
+    """Return a copy of the GPU array ``source`` in pinned host memory. Waits for the copy. Local."""
     target = lease(source.size, source.dtype)
     begin_to_host(source, target).synchronize()
     _drop_finished_copies()
@@ -140,7 +137,7 @@ def _drop_finished_copies() -> None:
 
 
 def account(ledger: Ledger | None) -> None:
-    """From now on, count this thread's new pinned memory in ``ledger``, a memory counter. None stops the counting."""
+    """Count this thread's new pinned memory in ``ledger`` from now on. None stops the counting."""
     _per_thread.ledger = ledger
 
 
@@ -159,10 +156,7 @@ BlockCopy = Callable[[Range, np.ndarray], None]  # (range of the array, host blo
 
 
 def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
-    """Fill the 1-D GPU array ``target`` block by block. Local.
-
-    ``fill(range, block)``: function that writes the values of the elements ``range`` to the host array ``block``.
-    """
+    """Fill the 1-D GPU array ``target``: ``fill(range, block)`` writes its elements ``range`` to a host array."""
     in_flight: list[Event] = []
     for where in cut(Range(0, target.size), BLOCK_BYTES // target.dtype.itemsize):
         if len(in_flight) == 2:  # double buffering: one block is on the bus while the host fills the other
@@ -173,10 +167,7 @@ def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
 
 
 def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
-    """Copy the 1-D GPU array ``source`` to the host block by block. Local.
-
-    ``take(range, block)``: function that reads the elements ``range`` from the host array ``block``, which is reused.
-    """
+    """Copy the 1-D GPU array ``source`` to the host in blocks, and call ``take(range, block)`` with each. Local."""
     produced = device.record()
     arriving: tuple[Range, np.ndarray, Event] | None = None
     for where in cut(Range(0, source.size), BLOCK_BYTES // source.dtype.itemsize):

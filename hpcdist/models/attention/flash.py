@@ -24,8 +24,8 @@ from hpcdist.models.attention.tiles import (
     Span,
     band,
     blocks,
+    consecutive_positions,
     heads_of,
-    one_piece,
 )
 from hpcdist.models.documents import Documents
 from hpcdist.models.layers.dropout import ATTENTION, Mask, mask
@@ -56,8 +56,8 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``kv``: None if ``qkv`` has keys and values. ``sums``, of shape (batch * heads, context), receives log2 of the
-    softmax sums. ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask, or None.
+    ``kv``: keys and values, or None if ``qkv`` has them. ``sums``, of shape (batch * heads, context), receives log2 of
+    the softmax sums. ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask, or None.
     """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -80,7 +80,7 @@ def fused_backward(
 ) -> None:
     """Write the gradients of ``inputs``, the pair (qkv, kv), to the pair of arrays ``gradients``, on a GPU.
 
-    ``dy``: contiguous output gradient. ``dots``: result of `dots_of`. Other arguments: as for `fused_forward`.
+    ``dots``: result of `dots_of`. Other arguments: as for `fused_forward`.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -135,7 +135,7 @@ def _fused_numbers(
 
 
 class LocalAttention:
-    """Multi-head attention on one rank: softmax(q k^T / sqrt(head size)) v, with queries q, keys k and values v."""
+    """Multi-head attention on one rank: softmax(q k^T / sqrt(head size)) v for queries q, keys k and values v."""
 
     def forward(
         self,
@@ -150,11 +150,7 @@ class LocalAttention:
         window: int = 0,
         y: Array | None = None,
     ) -> Array:
-        """Return the attention, of shape (batch, context, width). Raises UsageError for invalid shapes.
-
-        ``qkv``: contiguous, of shape (batch, context, 3 width), or only queries if keyword-only ``kv`` is passed.
-        ``saved``: storage for the backward pass.
-        """
+        """Return the attention (batch, context, width) for contiguous ``qkv`` (batch, context, 3 width)."""
         assert causal or not window, "a sliding window needs causal attention"
         # `kv`, of shape (batch, context, 2 kv width), has keys and values; consecutive query heads then share a key
         # head. `part` is (index of the first local query head, query heads of the layer) if heads are sharded. If the
@@ -170,7 +166,7 @@ class LocalAttention:
         if fused:
             fused_forward(heads, qkv, kv, y, sums[0], causal, window, dropped, saved.documents)
         else:
-            pieces = one_piece(heads.context)
+            pieces = consecutive_positions(heads.context)
             forward, keys = TiledForward(heads, saved, qkv, y, sums, window), KeyRows(heads, pieces, qkv, kv)
             for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
                 for span in chunk.spans(saved.documents, pieces):
@@ -183,10 +179,7 @@ class LocalAttention:
     def backward(
         self, dy: Array, saved: Saved, *, keep: bool = False, dots: Array | None = None
     ) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv) if `forward` got the keyword ``kv``.
-
-        ``dy``: contiguous output gradient. ``saved``: from `forward`. Keyword-only ``dots``: result of `dots_of`.
-        """
+        """Return the gradient of qkv, or of (queries, kv) if `forward` got the keyword ``kv``."""
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
         heads, (qkv, kv, sums), (dq, dkv), (causal, window), dropped = begin_backward(saved, keep=keep)
@@ -194,7 +187,7 @@ class LocalAttention:
             into = dq, dkv
             fused_backward(heads, (qkv, kv), dy, into, sums[0], dots, causal, window, dropped, saved.documents)
             return dq if dkv is None else (dq, dkv)
-        pieces = one_piece(heads.context)
+        pieces = consecutive_positions(heads.context)
         backward = TiledBackward(heads, saved, pieces, (qkv, dy, dq), sums, dots, window)
         keys, gradients = KeyRows(heads, pieces, qkv, kv), KeyGradients(heads, dq, dkv)
         for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
@@ -208,14 +201,14 @@ class LocalAttention:
 def keep_for_backward(
     saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
-    """Store the keyword arguments (inputs of an attention layer) in ``saved``, for `begin_backward`."""
+    """Store the inputs of an attention layer in ``saved``, for `begin_backward`."""
     seen = causal, window
     for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
 
 
 def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
-    """Return the sum of dy * y over each head's columns: a scratch array (batch * heads, tokens) from ``saved``."""
+    """Return the sum of dy * y over the columns of each head, as an array of shape (batch * heads, tokens)."""
     (batch, tokens, width), dtype = y.shape, accumulation_dtype(y.dtype)
     dots = saved.scratch("attention.dots", (batch * width // head_size, tokens), dtype)
     kernels.row_dots(dy, y, width // head_size, dots)
@@ -225,11 +218,7 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return the values stored by `keep_for_backward`, and arrays for gradients, to start a backward pass.
-
-    ``saved``: activations stored by the forward pass. Keyword-only ``keep``: False if the gradients may be scratch
-    memory.
-    """
+    """Return the values stored by `keep_for_backward`, and arrays for their gradients."""
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
     dq = take("attention.dqkv", qkv.shape, qkv.dtype)
@@ -243,11 +232,7 @@ def begin_backward(
 def mask_of_heads(
     saved: Saved, dropout: float, queries: int, context: int, part: tuple[int, int] | None
 ) -> Mask | None:
-    """Return the attention's dropout mask for this rank's heads, or None without dropout.
-
-    ``dropout``: rate. ``queries``: number of local query heads. ``context``: number of tokens. ``part``: (first local
-    head, heads of the layer), or None if all heads are local.
-    """
+    """Return the attention's dropout mask, or None. ``part``: (first local query head, query heads of the layer)."""
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
     return mask(saved, dropout, ATTENTION, rows_per_sample=of_heads * context, columns=context, **layout)
@@ -262,7 +247,7 @@ class _Memory:
 
 
 class KeyRows:
-    """Keys ``k`` and values ``v``: views of the array ``kv``, or of ``qkv`` if ``kv`` is None."""
+    """Views of the keys ``k`` and values ``v`` in ``kv``, or in ``qkv`` if ``kv`` is None."""
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
         # `pieces` has the token positions of the array's rows. `skipped` is the index of the array's first head among
@@ -273,7 +258,7 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Gradients of keys and values: parts of the array ``dkv``, or of ``dqkv`` if ``dkv`` is None."""
+    """Views of the gradients of keys and values in ``dkv``, or in ``dqkv`` if ``dkv`` is None."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
@@ -284,15 +269,12 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 
 
 class TiledForward:
-    """Attention forward pass that computes the scores in tiles of queries and keys. Local.
-
-    ``saved``: allocates scratch arrays. ``y``: output array. ``sums``: output array for the softmax maximum and sum of
-    each query. ``most``: largest number of keys that another rank sends at once, or 0.
-    """
+    """Attention forward pass that computes the scores in tiles of queries and keys. Local."""
 
     def __init__(
         self, heads: Heads, saved: Saved, qkv: Array, y: Array, sums: Array, window: int, most: int = 0
     ) -> None:
+        # `y` and `sums` are outputs: attention, and softmax maximum and sum of each query.
         self._heads, self._y, self._window = heads, y, window
         self._top, self._total = sums
         self._q, self._out = heads.view(qkv, 0, of_queries=True), heads.view(y, 0, of_queries=True)
@@ -314,11 +296,7 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add the attention of a block of queries over the visible ``keys`` to the output array.
-
-        ``chunk``: its samples and heads. ``rows``: (first query, end, token position of the first query). ``dropped``:
-        dropout mask, or None.
-        """
+        """Add the attention of the query block ``rows`` over the visible ``keys``. ``chunk``: its samples and heads."""
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
         q, out = chunk.of(self._q), chunk.of(self._out)
@@ -348,7 +326,7 @@ class TiledForward:
                 kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
-        """Divide the output of the query block ``rows`` by its softmax sums. Call this after the last `block`."""
+        """Divide the output of a block of queries by its softmax sums, after the last `block` call."""
         # Arguments as for `block`.
         first, last, _ = rows
         kernels.divide_by_totals(
@@ -357,10 +335,7 @@ class TiledForward:
 
 
 class TiledBackward:
-    """Attention backward pass that recomputes the scores in tiles of keys and queries. Local.
-
-    ``arrays``: (qkv, output gradient, array for the query gradient). ``dots``: result of `dots_of`.
-    """
+    """Attention backward pass that recomputes the scores in tiles of queries and keys. Local."""
 
     def __init__(
         self,
@@ -374,7 +349,8 @@ class TiledBackward:
         most: int = 0,
     ) -> None:
         # `pieces` has the token positions of the rows of `arrays`. `sums` is from the forward pass.
-        qkv, dy, dq = arrays
+        # `dots` is the result of `dots_of`.
+        qkv, dy, dq = arrays  # inputs, output gradient, array for the query gradient
         self._heads, self._pieces, self._dots, most = heads, pieces, dots, max(most, heads.context)
         self._top, self._total = sums
         self._window = window
@@ -399,11 +375,7 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
-
-        ``chunk``: its samples and heads. ``rows``: (first key, end, token position of the first key).
-        ``dropped``: dropout mask, or None.
-        """
+        """Write the gradients of the key block ``rows`` to ``gradients``. Add to the query gradients."""
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else span[0]  # earlier queries do not see these keys

@@ -21,11 +21,10 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    """Overwrite a tile of attention scores s with ``exp(scale (s - top))``. Call this for a row's tiles in order.
+    """Overwrite a tile of attention scores s with exp(scale (s - top)). Call this for a row's tiles in order.
 
-    ``s``: scores of shape (heads, queries, keys). ``tile``: first row and visible keys. ``top``, ``total``: running
-    maximum and sum of each row. ``shrink``: receives exp(scale (old top - new top)), by which the caller must multiply
-    earlier output rows.
+    ``s``: scores of shape (heads, queries, keys). ``top``, ``total``: running maximum and sum of each row. ``shrink``
+    receives exp(scale (old top - new top)), by which the caller must multiply the earlier output.
     """
     # Hidden keys become 0. The shapes are (all pairs, all rows) of `top` and `total`, and (pairs, rows) of `shrink`. A
     # pair is a sample and a head. The first tile leaves `shrink` unchanged.
@@ -36,10 +35,7 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 
 
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
-    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s.
-
-    ``top``, ``total``: from `softmax_advance`. ``dots``: sum of p d over all keys of each query.
-    """
+    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s."""
     # s and d have the shape (pairs, rows, columns): sample and head, query, key. The gradient of s is scale p (d -
     # dots).
     if is_device(s):
@@ -132,38 +128,30 @@ for _softmax_dtype in SAMPLE_DTYPES:
     )
 
 
-def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y.
-
-    ``heads``: number of heads. ``pair``, ``first``: number of the block's first (sample, head) pair and token.
-    """
-    # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first + i.
+def rescale_add(part: Array, y: Array, heads: int, first_pair: int, first_token: int, shrink: Array) -> None:
+    """Set the block of attention output y at this (sample, head) pair and token to ``shrink`` * block + ``part``."""
+    # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first_token + i.
     if is_device(y):
-        _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
+        _add_rows_device(part, 1, y, heads, first_pair, 0, first_token, True, shrink)
     else:
-        _rescale_add(part, y, heads, pair, first, shrink)
+        _rescale_add(part, y, heads, first_pair, first_token, shrink)
 
 
-def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide a block of the attention output y, of shape (batch, context, columns), by its softmax sums.
-
-    The sums are ``total[pair : pair + pairs, first : first + rows]``: (sample, head) pairs and tokens. ``heads``:
-    number of heads.
-    """
+def divide_by_totals(
+    y: Array, heads: int, first_pair: int, first_token: int, num_pairs: int, num_tokens: int, total: Array
+) -> None:
+    """Divide a block of (sample, head) pairs and tokens of the attention output y by its softmax sums ``total``."""
     if is_device(y):
         size = y.shape[2] // heads
-        n = pairs * rows * size
-        SOFTMAX.launch("divide_rows", *elementwise(n), y, total, n, rows, size, heads, pair, y.shape[1], first,
-                       REAL=y.dtype)  # fmt: skip
+        n = num_pairs * num_tokens * size
+        SOFTMAX.launch("divide_rows", *elementwise(n), y, total, n, num_tokens, size, heads, first_pair, y.shape[1],
+                       first_token, REAL=y.dtype)  # fmt: skip
     else:
-        _divide_by_totals(y, heads, pair, first, pairs, rows, total)
+        _divide_by_totals(y, heads, first_pair, first_token, num_pairs, num_tokens, total)
 
 
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
-    """Write the sum of dy * y over each head's columns to ``out``, of shape (batch * heads, tokens).
-
-    ``heads``: number of heads in the columns of y.
-    """
+    """Write the sum of dy * y over the columns of each head to ``out``, of shape (batch * heads, tokens)."""
     if is_device(y):
         batch, context, width = y.shape
         rows = batch * context * heads
@@ -173,18 +161,14 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 
 
 def accumulate(
-    part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
+    part: Array, groups: int, target: Array, heads: int, first_pair: int, column: int, first_token: int, add: bool
 ) -> None:
-    """Sum ``part`` over groups of ``groups`` query heads. Write the sums to ``target``, or add them if ``add``.
-
-    ``heads``: number of key heads in ``target``, from ``column`` on. ``pair``: number of the first (sample, key head)
-    pair to write. ``first``: number of the first token to write.
-    """
+    """Write or add the sums of ``part`` over ``groups`` query heads each to the ``heads`` key heads of ``target``."""
     # `part` has the shape (pairs * groups, rows, head size), `target` (batch, context, columns).
     if is_device(target):
-        _add_rows_device(part, groups, target, heads, pair, column, first, add, None)
+        _add_rows_device(part, groups, target, heads, first_pair, column, first_token, add, None)
     else:
-        _accumulate(part, groups, target, heads, pair, column, first, add)
+        _accumulate(part, groups, target, heads, first_pair, column, first_token, add)
 
 
 def _add_rows_device(

@@ -27,7 +27,7 @@ BEYOND: Final = 1 << 40  # larger than any token position
 
 @dataclass(frozen=True)
 class Heads:
-    """Number, size and layout of attention heads: ``shared`` key heads, each used by ``group`` query heads."""
+    """Number, size and layout of attention heads. Each of ``shared`` key heads is used by ``group`` query heads."""
 
     batch: int
     context: int
@@ -37,11 +37,11 @@ class Heads:
 
     @property
     def queries(self) -> int:
-        """Number of query heads: shared * group."""
+        """Number of query heads."""
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """Return a view of the queries, keys or values in the columns of x: ``part`` 0, 1 or 2.
+        """Return a view of the queries, keys or values (``part`` 0, 1 or 2) in the columns of x.
 
         Axes: samples, key heads, query heads per key head, tokens, columns of a head.
         """
@@ -57,16 +57,13 @@ class Heads:
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the largest number of (sample, query head) pairs in a `HeadChunk`. ``like``: array on the device."""
+        """Return the largest number of (sample, query head) pairs in a `HeadChunk` on the device of ``like``."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
         self, everything: bool, first_head: int = 0, last_head: int | None = None, *, apart: bool = False
     ) -> Iterator["HeadChunk"]:
-        """Yield `HeadChunk` objects that cover all samples and the key heads [first_head, last_head).
-
-        ``everything``: True if the chunks may have any size. Keyword-only ``apart``: True for one sample per chunk.
-        """
+        """Yield `HeadChunk` objects that cover all samples and the key heads ``first_head`` to ``last_head`` - 1."""
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
         samples = self.batch if everything else TILE // (tile * self.queries)
@@ -87,7 +84,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """Heads and samples that are computed together: all heads of some samples, or some heads of one sample."""
+    """Heads and samples to compute together: all heads of some samples, or some heads of one sample."""
 
     heads: Heads
     first_sample: int
@@ -97,33 +94,30 @@ class HeadChunk:
 
     @property
     def outer(self) -> tuple[int, int, int]:
-        """Shape of this `HeadChunk`: number of samples, of key heads, and of query heads per key head."""
+        """Number of samples, of key heads, and of query heads per key head."""
         return self.last_sample - self.first_sample, self.last_head - self.first_head, self.heads.group
 
     @property
     def pairs(self) -> int:
-        """Number of (sample, query head) pairs in this `HeadChunk`."""
+        """Number of (sample, query head) pairs."""
         samples, shared, group = self.outer
         return samples * shared * group
 
     @property
     def pair(self) -> int:
-        """Index of this chunk's first (sample, query head) pair: sample * query heads + head."""
+        """Index of the first (sample, query head) pair: sample * query heads + head."""
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return the part of ``view`` for this chunk. ``skipped``: index of the first head that ``view`` has."""
+        """Return this chunk's elements of ``view``, whose first head is head number ``skipped``."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return this rank's row range [first, end) of each document in the chunk's only sample.
-
-        ``pieces``: token positions of all rows. If ``documents`` is None, return a single range with all rows.
-        """
+        """Return this rank's row range [first, end) of each document, or of the whole sample without documents."""
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply the dropout mask ``dropped`` to scores ``tile``, which start at query ``first`` and key ``start``."""
+        """Apply dropout to a ``tile`` of scores that starts at query ``first`` and key ``start``."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -137,10 +131,7 @@ class HeadChunk:
 
 
 def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
-    """Return the number and size of the heads in the arrays, as a `Heads`. Raises UsageError for invalid shapes.
-
-    If ``kv`` is None, ``qkv`` has queries, keys and values. Otherwise it has only queries.
-    """
+    """Return the number and size of the heads. If ``kv`` is None, ``qkv`` has queries, keys and values."""
     batch, context, columns = qkv.shape
     if kv is None:
         if head_size < 1 or columns % (3 * head_size):
@@ -161,8 +152,8 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
 Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, token position of the first row), ascending
 
 
-def one_piece(rows: int) -> Pieces:
-    """Return the `Pieces` (token positions) of an array whose row i is the token at position i of the sample."""
+def consecutive_positions(rows: int) -> Pieces:
+    """Return the token positions of an array whose row i is the token at position i."""
     # `rows` is the number of rows.
     return ((0, rows, 0),)
 
@@ -170,10 +161,7 @@ def one_piece(rows: int) -> Pieces:
 def blocks(
     pieces: Pieces, longest: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield blocks of the rows [``first``, ``last``): (start row, end row, token position of the start row).
-
-    ``pieces``: token positions of the rows. ``longest``: maximum rows of a block. ``places``: token positions to cover.
-    """
+    """Yield blocks of at most ``longest`` rows of [``first``, ``last``): (start, end, token position of the start)."""
     for begin, end, position in pieces:
         # Blocks outside the token positions `places` may be left out.
         low, stop = max(begin, first), end if last is None else min(end, last)
@@ -185,7 +173,7 @@ def blocks(
 
 
 def band(distance: int, window: int, *, causal: bool) -> Span:
-    """Return (low, high): query i of an attention tile sees the keys [low + i, high + i) of the tile.
+    """Return (low, high): query i of a tile of scores sees the keys from low + i to high + i - 1 of the tile.
 
     ``distance``: position of the first query minus position of the first key. ``window``: sliding window, or 0.
     """

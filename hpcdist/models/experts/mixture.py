@@ -14,7 +14,7 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
-from hpcdist.models.attention.tiles import Pieces, one_piece
+from hpcdist.models.attention.tiles import Pieces, consecutive_positions
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.experts import kernels, router
 from hpcdist.models.experts.router import RouterState
@@ -28,39 +28,32 @@ ACTIVATION: Final = "experts.activation"
 
 
 class ExpertTensors(NamedTuple):
-    """Weights, of shape (outputs, inputs), and biases of the experts that this rank computes: one array per expert."""
+    """Weights, of shape (outputs, inputs), and biases of this rank's experts: one array per expert."""
 
     weights: Sequence[Array]
     biases: Sequence[Array] | None
 
 
 class ExpertGradients(NamedTuple):
-    """Gradient arrays of experts: pairs (array, True to add gradients to the array or False to overwrite it)."""
+    """Gradient arrays of this rank's experts, each with True to add to the array or False to overwrite it."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None
 
 
 class StayingRows:
-    """Token exchange of a rank that has all experts: nothing is sent. Base class of exchanges between ranks. Local."""
+    """Token exchange for a rank that has all experts: nothing is sent. Base class of exchanges between ranks."""
 
     attends = False  # True if ranks compute together, even ranks without samples
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Return an array for the token rows to pass to `send_out`, with the row length and dtype of ``like``.
-
-        ``starts[e]``: first row of expert e; ``starts[-1]``: number of rows. ``parameters``: tensors of the layer.
-        ``saved``: its stored activations.
-        """
+        """Return an array for the token rows of `send_out`. ``starts``: first row of each expert, and the end."""
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
-
-        ``starts[e]``: first row of expert e. ``saved``: activations of the layer. Keyword-only ``back``: for gradients.
-        """
+        """Start to send token rows to the ranks of their experts. Return a function that waits for received rows."""
         if not back:
             saved.keep("experts.received", rows)
         # The received rows are sorted by expert. The array has the first row of each local expert. If `back`, `rows`
@@ -68,15 +61,12 @@ class StayingRows:
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return this rank's expert weights and biases of layer ``prefix``: `UP` or `DOWN`. ``saved``: activations."""
+        """Return the weights and biases of this rank's experts for the linear layer ``prefix``: `UP` or `DOWN`."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the arrays to which the caller must write the weight and bias gradients of this rank's experts.
-
-        ``prefix``: layer, `UP` or `DOWN`. ``saved``: activations. Call this for both layers before `send_out`.
-        """
+        """Return the gradient arrays of this rank's experts for ``prefix``: `UP` or `DOWN`. Call before `send_out`."""
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
         if f"{prefix}.bias" not in parameters:
@@ -87,67 +77,55 @@ class StayingRows:
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return an uninitialised array for the results that the caller computes and passes to `bring_back`.
-
-        ``name``: name of the array in ``saved`` (stored activations). Keyword-only ``back``: True for gradients.
-        """
+        """Return an uninitialised array for the results to pass to `bring_back`. ``back``: True for gradients."""
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
-        """Send the experts' results ``rows`` back to the ranks of their tokens. Return this rank's results.
-
-        ``name``: unique name of the array in ``saved`` (activations). Keyword-only ``back``: True for gradients.
-        """
+        """Send the experts' results ``rows`` back to the ranks of their tokens. Return this rank's results."""
         # in the order in which the tokens were sent
         return rows
 
 
 class WholeExperts:
-    """Tensor-parallel exchange for unsharded experts: no data is sent. Base class for sharded experts. Local."""
+    """Tensor-parallel exchange for unsharded experts: nothing is sent. Base class for sharded experts."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the tokens x of all tensor ranks: (batch, context, hidden). ``saved``: stored activations."""
+        """Return the tokens x of all tensor-parallel ranks, of shape (batch, context, hidden)."""
         return x
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
-        """Return an uninitialised array of this shape, stored in ``saved``, for this rank's partial expert output."""
+        """Return an uninitialised array of this shape for this rank's partial expert output."""
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum the outputs ``partial`` over the tensor ranks. Return this rank's rows. ``saved``: activations."""
+        """Sum the outputs ``partial`` over the tensor-parallel ranks, and return this rank's rows."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the output gradients ``dy`` of all tensor ranks. ``saved``: activations of the forward pass."""
+        """Return the output gradients ``dy`` of all tensor-parallel ranks."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradients ``dx`` over the tensor ranks. Return this rank's rows. ``saved``: activations."""
+        """Sum the input gradients ``dx`` over the tensor-parallel ranks, and return this rank's rows."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
-        """Sum ``dgates``, the gradients of the gates (factors of expert outputs), over the tensor ranks in place."""
+        """Sum ``dgates``, the gradients of the gates, over the tensor-parallel ranks, in place."""
         return dgates
 
 
 class WholeSamples:
-    """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
+    """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and this rank's ranges of the sample's tokens.
-
-        ``tokens``: number of tokens that this rank has of a sample.
-        """
-        return tokens, one_piece(tokens)
+        """Return the number of tokens of a whole sample, and the ranges of this rank's ``tokens`` tokens in it."""
+        return tokens, consecutive_positions(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two counts of tokens per expert: tokens before each local token range, and tokens in each sample.
-
-        ``counts``: tokens per expert in each local token range, of shape (samples, ranges, experts).
-        """
+        """Return tokens per expert before each local token range and in each sample, from ``counts`` in each range."""
         # Both results include the choices of tokens on other ranks.
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -300,10 +278,7 @@ class LocalExperts:
 
 
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
-    """Return the model's ``operations``, with `LocalExperts` added if ``config`` has experts.
-
-    ``predictions(tokens)`` is the number of targets in a sample of ``tokens`` tokens.
-    """
+    """Return ``operations`` with `LocalExperts` if ``config`` has experts. ``predictions(tokens)``: target count."""
     if not config.experts:
         return operations
     return replace(operations, experts=LocalExperts(config, predictions, RouterState(config)))
@@ -323,7 +298,7 @@ def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def matrices(stacked: Array) -> Array:
-    """View the stacked weights of all experts, of shape (experts, ..., inputs), as (experts, outputs, inputs)."""
+    """View the stacked weights of all experts as an array of shape (experts, outputs, inputs)."""
     return stacked.reshape(len(stacked), -1, stacked.shape[-1])
 
 

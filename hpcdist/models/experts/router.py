@@ -31,7 +31,7 @@ EXTRA: Final = 4  # entries of `RouterState.seen` after the loads: dropped choic
 
 
 class RouterState:
-    """Load-balancing biases and statistics of the routers of all layers. Local."""
+    """Load-balancing biases and statistics of the routers of all layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.experts, self.per_token = config.experts, config.experts_per_token
@@ -53,7 +53,7 @@ class RouterState:
         return bias[layer - self.first_layer]
 
     def figures_of(self, layer: int, like: Array) -> Array:
-        """Return a view of ``layer``'s entropy, balance loss and z loss, summed over tokens, on ``like``'s device."""
+        """Return a view of the statistics of ``layer``: entropy, balance loss and z loss, summed over tokens."""
         if not is_device(like):
             return self.seen_of(layer)[self.experts + 1 :]
         if self._figures_there is None:
@@ -61,10 +61,7 @@ class RouterState:
         return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
-        """Return a view of ``layer``'s statistics since the last `take`, on the host.
-
-        Elements: (token, expert) pairs by expert, dropped pairs, and the sums of entropy, balance loss and z loss.
-        """
+        """Return a view of ``layer``'s statistics since the last `take`: tokens by expert, dropped pairs, losses."""
         row: np.ndarray = self.seen[layer - self.first_layer]
         return row
 
@@ -88,7 +85,7 @@ class RouterState:
         return {"router_bias": self.bias.tolist()} if self.rate or self.bias.any() else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the biases from a result of the method `state`. Ignore biases of a model with other sizes."""
+        """Restore the biases from a result of `state`. Biases of a model with other sizes are ignored."""
         rows = state.get("router_bias", [])
         if [len(row) for row in rows] == [self.experts] * len(self.bias):
             self.bias[...] = rows
@@ -110,38 +107,42 @@ def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
-def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
-    """Return the number of tokens sent to each expert from each range: int32 (samples, ranges, experts).
-
-    ``chosen``: expert indices of shape (tokens, k). ``runs``: int64 token ranges [first, end) without padding, of shape
-    (samples, ranges, 2). ``experts``: number of experts.
-    """
+def count(chosen: Array, token_ranges: Array, experts: int) -> np.ndarray:
+    """Return the number of choices of each expert by the tokens of each range: int32 (samples, ranges, experts)."""
     # Both arrays are on the same device.
-    counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
-    (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
+    counts = backend.zeros(
+        (*token_ranges.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu"
+    )
+    (kernels.count if is_device(chosen) else _count)(chosen, token_ranges, counts)
     return backend.to_host(counts)
 
 
 def place(
-    chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
+    chosen: Array,
+    token_ranges: Array,
+    counts: np.ndarray,
+    before: np.ndarray,
+    capacities: np.ndarray,
+    buffer_rows: Array,
 ) -> np.ndarray:
-    """Assign rows, sorted by expert, to (token, expert) pairs. Return each expert's first row, then the row count.
+    """Assign buffer rows, sorted by expert, to (token, expert) pairs. Return each expert's first row and the row count.
 
-    ``chosen``: experts of each token. ``runs``: token ranges. ``counts``, ``before``: pairs per expert in and before
-    each range. ``rooms[s]``: capacity per expert in sample s. ``places`` receives the rows, -1 for dropped pairs.
+    ``counts``, ``before``: pairs per expert in and before each token range. ``capacities``: largest number of pairs per
+    expert, by sample. ``buffer_rows`` receives the rows, or -1 for dropped pairs.
     """
-    # Shapes: `chosen` and `places` (tokens, k), `runs` (samples, ranges, 2), `counts` (from `count`) and `before`
-    # (samples, ranges, experts), `rooms` (samples,). Later pairs are dropped. The rows of an expert are in token order.
-    kept = np.clip(rooms[:, None, None] - before, 0, counts).astype(np.int64)
+    # Shapes: `chosen` and `buffer_rows` (tokens, k), `token_ranges` (samples, ranges, 2), `counts` (from `count`) and
+    # `before` (samples, ranges, experts), `capacities` (samples,). Later pairs are dropped. The rows of an expert are
+    # in token order.
+    kept = np.clip(capacities[:, None, None] - before, 0, counts).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
     by_run = kept.reshape(-1, kept.shape[-1])
     first = starts[:-1] + np.cumsum(by_run, axis=0) - by_run
     table = np.stack([first.reshape(kept.shape), kept], axis=-1)
-    places[...] = -1
+    buffer_rows[...] = -1
     if is_device(chosen):
-        kernels.place(chosen, runs, backend.place(table, "gpu"), places)
+        kernels.place(chosen, token_ranges, backend.place(table, "gpu"), buffer_rows)
     else:
-        _place(chosen, runs, table, places)
+        _place(chosen, token_ranges, table, buffer_rows)
     return starts
 
 
@@ -151,22 +152,22 @@ def gradient_of_logits(
     gates: Array,
     dgates: Array,
     kind: str,
-    runs: Array,
+    token_ranges: Array,
     table: np.ndarray,
-    figures: Array,
+    loss_sums: Array,
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add loss statistics of all tokens to ``figures``.
+    """Overwrite the router ``logits`` with their gradient, and add the loss statistics of all tokens to ``loss_sums``.
 
-    ``chosen``, ``gates``: results of `choose`. ``dgates``: gradient of ``gates``. ``kind``: "softmax" or "sigmoid".
-    ``runs``: token ranges without padding. ``table``: expert loads and loss coefficients, one row per sample.
+    ``chosen``, ``gates``: results of `choose`. ``dgates``: gradient of ``gates``. ``table``: expert loads and loss
+    coefficients, one row per sample.
     """
-    # `runs`, of shape (samples, ranges, 2), has ranges [first, end); padding gets gradient 0. `table`, of shape
+    # `token_ranges`, of shape (samples, ranges, 2), has ranges [first, end); padding gets gradient 0. `table`, of shape
     # (samples, experts + 2), has each expert's fraction of the choices, then the coefficients of the balance loss and
-    # the z loss. `figures` has the sums of entropy, balance loss and z loss.
+    # the z loss. `loss_sums` has the sums of entropy, balance loss and z loss.
     on_device = is_device(logits)
     run = kernels.choose_backward if on_device else _choose_backward
     there = backend.place(table, "gpu") if on_device else table
-    run(logits, chosen, gates, dgates, kind == "sigmoid", runs, there, figures)
+    run(logits, chosen, gates, dgates, kind == "sigmoid", token_ranges, there, loss_sums)
 
 
 @jit

@@ -20,16 +20,12 @@ DEVICE_BYTES: Final = 1 << 28  # of rows at a time on a GPU, which is faster wit
 
 
 def output_side(side: int, stride: int) -> int:
-    """Return the output height or width of a convolution, from the input height or width ``side``, in pixels."""
+    """Return the output height or width of a convolution for an input height or width ``side``."""
     return (side - 1) // stride + 1
 
 
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
-    """Return the convolution, of shape (n, p, q, outputs), of n pictures x, of shape (n, h, w, inputs).
-
-    x is contiguous and must not change until backward. ``prefix``: name of the layer's tensors. ``stride``: distance of
-    the filter positions in pixels. ``saved``: activations, kept for `convolve_backward`.
-    """
+    """Return the convolution (n, p, q, outputs) of n pictures x (n, h, w, inputs). x must not change until backward."""
     # `PREFIX.weight` has the shape (outputs, SIZE, SIZE, inputs).
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
@@ -46,10 +42,7 @@ def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: 
 def convolve_backward(
     parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, wants_dx: bool = True
 ) -> Array | None:
-    """Compute the gradients of ``PREFIX.weight`` and ``PREFIX.bias``. Return dx, or None if ``wants_dx`` is False.
-
-    ``dy`` and dx: gradients of output and input. dx is a scratch array. ``saved``: activations of `convolve`.
-    """
+    """Compute the gradients of weight and bias. Return the input gradient, or None if ``wants_dx`` is False."""
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     dweight, add = gradients.into(f"{prefix}.weight")

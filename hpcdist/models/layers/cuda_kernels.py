@@ -27,27 +27,27 @@ PARTS: Final = 64  # largest number of parts of the rows in a sum over columns
 
 
 def gelu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write the GELU of x to y. First add ``bias``, which has the shape of x's last dimensions, to x in place."""
+    """Write the GELU of x to y. If there is a ``bias``, first add it to each row of x in place."""
     _activate("gelu", x, y, bias)
 
 
 def gelu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x, the input of `gelu`, with its gradient dy gelu'(x), given the output gradient dy."""
+    """Overwrite x, the input of `gelu`, with its gradient, given the output gradient dy."""
     _elementwise("gelu_backward", x, x, dy)
 
 
 def relu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write max(x, 0) to y; NaN stays NaN. If there is a ``bias``, first add it to x in place."""
+    """Write max(x, 0) to y. If there is a ``bias``, first add it to x in place. NaN stays NaN."""
     _activate("relu", x, y, bias)
 
 
 def relu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x, the input of `relu`, with its gradient: the output gradient dy if x > 0, else 0."""
+    """Overwrite x, the input of `relu`, with its gradient, given the output gradient dy."""
     _elementwise("relu_backward", x, x, dy)
 
 
 def swiglu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write silu(gate) * value to y. Rows of x have all gates, then all values. First add ``bias``, if any, to x."""
+    """Write silu(gate) * value to y. Each row of x has all gates, then all values. First add ``bias``, if any, to x."""
     _activate("swiglu", x, y, bias)
 
 
@@ -78,18 +78,12 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Write the layer norm of each row of x to y. Write each row's mean and 1 / (standard deviation) to ``statistics``.
-
-    If there is a ``residual``, first add it to x in place.
-    """
+    """Write the layer norm of x plus ``residual`` (added in place) to y, and each row's mean and 1 / deviation."""
     _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
 
 def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
-    """Write the RMS norm of each row of x to y. Write 1 / (root mean square) of each row to ``statistics``.
-
-    If there is a ``residual``, first add it to x in place.
-    """
+    """Write the RMS norm of x plus ``residual`` (added in place) to y, and each row's 1 / (root mean square)."""
     _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
 
 
@@ -111,10 +105,7 @@ def _norm(
 def norm_backward(
     dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, adds: bool, *sums: tuple[Array, bool]
 ) -> None:
-    """Write the gradient of x, the input of `norm` or `rms`, to dx, or add the gradient to dx if ``adds``.
-
-    ``statistics``: output of `norm` or `rms`.
-    """
+    """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds`` is True."""
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
     partial = namespace(x).empty((blocks, 2, hidden), accumulation_dtype(x.dtype))
@@ -135,7 +126,7 @@ def _join(partial: Array, into: Array, parts: int, pitch: int, add: bool) -> Non
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write the column sums of ``rows`` to ``into``, of shape (columns,), or add them to ``into`` if ``add``."""
+    """Write the column sums of ``rows`` to ``into``, of shape (columns,), or add them if ``add`` is True."""
     count, columns = rows.shape
     parts = min(PARTS, max(1, count // 16), max(1, (1 << 22) // max(columns, 1)))
     partial = namespace(rows).empty((parts, columns), accumulation_dtype(rows.dtype))
@@ -145,10 +136,7 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
-    """Return the summed loss, a 0-dimensional float64 array. Write row maxima and exponential sums to ``statistics``.
-
-    A negative target has no loss. A target that is not a class makes the sum NaN.
-    """
+    """Return the summed loss as a 0-d float64 array. Negative targets have no loss. Invalid targets give NaN."""
     tokens, classes = logits.shape
     losses = namespace(logits).empty(tokens, np.float64)
     CROSS_ENTROPY.launch("cross_entropy", tokens, _threads(classes, logits), logits, targets, statistics, losses,
@@ -158,7 +146,7 @@ def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
 
 
 def cross_entropy_backward(logits: Array, targets: Array, statistics: Array, scale: float) -> None:
-    """Overwrite the logits, after `cross_entropy`, with (softmax - onehot) * ``scale``, or 0 if the target is < 0."""
+    """Overwrite the logits, after `cross_entropy`, with (softmax - onehot) * ``scale``, or 0 for a negative target."""
     tokens, classes = logits.shape
     CROSS_ENTROPY.launch("cross_entropy_backward", tokens, _threads(classes, logits), logits, targets, statistics,
                          float(scale), classes, REAL=logits.dtype)  # fmt: skip
@@ -169,7 +157,7 @@ def _threads(columns: int, like: Array) -> int:
 
 
 def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> None:
-    """Copy row ``tokens[i]`` of ``table`` to row i of y. For an invalid token, fill the row with ``missing``."""
+    """Copy row ``tokens[i]`` of ``table`` to row i of y, or fill row i with ``missing`` for an invalid token."""
     vocabulary, hidden = table.shape
     grid = elementwise(y.size, width_of(y.dtype))
     EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, missing,
@@ -177,17 +165,14 @@ def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> 
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:
-    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, in the order of i. Round each sum only once."""
+    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, for each i in order. Each sum is rounded once."""
     vocabulary, hidden = table.shape
     EMBEDDING.launch("scatter", (tokens.size, -(-hidden // 1024)), 256, rows, tokens, table, tokens.size, hidden,
                      vocabulary, REAL=table.dtype)  # fmt: skip
 
 
 def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    """Apply rotary angles to the first ``rotated`` columns of x in place.
-
-    ``turns`` has the cosines and sines of each token's angles. ``sign`` -1 rotates back.
-    """
+    """Apply rotary angles, with cosines and sines ``turns``, to the first ``rotated`` columns of x in place."""
     batch, context, columns = x.shape
     n = batch * context * rotated // 2
     EMBEDDING.launch("turn", *elementwise(n, width_of(x.dtype)), x, turns, n, context, columns, rotated, turns.shape[1],

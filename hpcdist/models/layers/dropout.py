@@ -24,13 +24,13 @@ WORDS_PER_COUNTER: Final = 4  # 32-bit words that Philox makes of one counter, o
 
 
 def fits_counter(rows: int, columns: int) -> bool:
-    """Return True if a 32-bit counter suffices for the random numbers of ``rows`` x ``columns`` elements."""
+    """Return True if a 32-bit counter suffices for random numbers of ``rows`` x ``columns`` elements."""
     return rows * -(-columns // WORDS_PER_COUNTER) < 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Dropout mask of an array of shape (samples * groups, rows, columns), which may be a shard of each sample."""
+    """Dropout mask of an array of shape (samples * groups, rows, columns), or of a shard of each sample."""
 
     draw: Draw
     layer: int
@@ -43,10 +43,7 @@ class Mask:
     pitch: int = 0  # local group g begins at row first_row + g * pitch of the sample's mask
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
-        """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
-
-        ``above``, ``left``: row and column of the mask (of each group) at which x begins.
-        """
+        """Apply the mask from row ``above`` and column ``left`` on to ``x[:, first:last, :width]``, in place."""
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
         groups, pitch, rows_per_sample, first_row, blocks = self.place
@@ -59,16 +56,13 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Position and shape of the mask as leading kernel arguments: ``groups`` to ``first_row``, counters per row."""
+        """Kernel arguments for the position and shape of the mask."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
-        """Kernel arguments of the Philox generator: three counter words, two seed words, and the dropout limit.
-
-        A kernel drops an element if its 32-bit random number is below the limit.
-        """
+        """Kernel arguments of the Philox generator: three counter words, two seed words, and the dropout limit."""
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
         site, key = self.layer * MAX_SITES + self.site, (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
@@ -77,7 +71,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """Address of a GPU array with the first sample and the step, or 0 if kernels get both as arguments."""
+        """Address of a GPU array with the first sample and the step, or 0 if the kernels get both as arguments."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
@@ -87,11 +81,7 @@ class Mask:
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the dropout mask of one dropout call in a layer, or None without dropout.
-
-    ``saved``: has the seed, step, sample and layer. ``rate``: probability of a zero. ``site``: number of the call in
-    the layer, such as `ATTENTION`. Further keyword arguments: fields of `Mask`.
-    """
+    """Return the dropout mask of call number ``site`` in a layer, or None if the dropout ``rate`` is 0."""
     if not rate or saved.draw is None:
         return None
     # at least `rows_per_sample` and `columns`

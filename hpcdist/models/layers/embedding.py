@@ -50,7 +50,7 @@ class LocalEmbedding:
 
 
 class LocalPositions:
-    """Learned embedding of token positions. If documents are packed, positions start at 0 in each document."""
+    """Learned embedding of token positions. In packed samples, positions start at 0 in each document."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         if saved.documents is not None:
@@ -72,7 +72,7 @@ class LocalPositions:
 
 
 def add_to_positions(dy: Array, places: Array, into: Array, add: bool) -> None:
-    """Add dy[i] to row ``places[i]`` of ``into``, for each token i. If not ``add``, first set ``into`` to zero."""
+    """Add row i of dy to row ``places[i]`` of ``into``, for each token i. Unless ``add``, set ``into`` to 0 first."""
     if not add:
         into[...] = 0
     rows = dy.reshape(-1, dy.shape[-1])
@@ -110,10 +110,7 @@ class LocalRotary:
     """Rotary position encoding of query and key heads. Position 0 is the start of a sample or document."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads in the first ``rotated`` columns of x in place, by rotary angles. Return x.
-
-        x is contiguous, of shape (batch, context, columns). ``saved.documents``: positions in documents, or None.
-        """
+        """Rotate the heads in the first ``rotated`` columns of x, (batch, context, columns), in place. Return x."""
         # `rotated` must be a multiple of `head_size`. An odd `head_size` raises ConfigurationError.
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
@@ -126,20 +123,14 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Apply rotary angles to the first ``rotated`` columns of x in place, with positions in documents. Return x.
-
-    x: contiguous, of shape (batch, tokens, columns). ``documents``: token positions. ``sign``: -1 to rotate back.
-    """
+    """Apply rotary angles by position in the document to the first ``rotated`` columns of x, in place. Return x."""
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
     return x
 
 
 def rotary_table(context: int, head_size: int, like: Array) -> Array:
-    """Return cosines, then sines, of the rotary angles of ``context`` positions, of shape (context, head_size).
-
-    The cached table has the accumulation dtype and the device of ``like``.
-    """
+    """Return cosines, then sines, of the rotary angles of ``context`` positions, of shape (context, head_size)."""
     dtype = accumulation_dtype(like.dtype)
     key = head_size, dtype, is_device(like)
     table = _tables.get(key)
@@ -159,10 +150,7 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 
 
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Apply rotary angles to the first ``rotated`` columns of contiguous x in place. Return x.
-
-    x has the shape (batch, context, columns). ``turns``: result of `rotary_table`. ``sign``: 1, or -1 to rotate back.
-    """
+    """Apply the rotary angles ``turns`` to the first ``rotated`` columns of x, in place. ``sign`` -1 rotates back."""
     _, context, columns = x.shape
     assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"
     assert turns.shape[0] == context
@@ -196,10 +184,7 @@ class LocalCrossEntropy:
     """Cross-entropy loss of target classes, in nats."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the float64 sum of the losses. Overwrite the contiguous logits, kept in ``saved``, by exponentials.
-
-        Targets of -1 are ignored. Other invalid targets raise DataError on the host; on a GPU, the sum becomes NaN.
-        """
+        """Return the float64 sum of the losses. Invalid targets raise DataError on the host, or give NaN on a GPU."""
         tokens, classes = logits.shape
         check_tokens(targets, classes, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)  # on a GPU, still the logits

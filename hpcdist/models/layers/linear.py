@@ -44,7 +44,7 @@ class LocalLinear:
 
 
 def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-    """Return ``x weight^T + bias`` for contiguous x. It is stored in the activations ``saved`` as ``PREFIX.y``."""
+    """Return ``x weight^T + bias`` for contiguous x, in an array that ``saved`` allocates."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
@@ -57,7 +57,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
 
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-    """Return the input gradient ``dy weight``. It is in scratch memory of ``saved`` that all linear layers share."""
+    """Return the input gradient ``dy weight`` in scratch memory that all linear layers share."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
@@ -67,7 +67,7 @@ def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Sav
 
 
 def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
-    """Write the weight gradient ``dy^T x``, or add it to an earlier gradient of this step. x: input of the layer."""
+    """Write the weight gradient ``dy^T x``, or add it to an earlier gradient of this step."""
     dweight, add = gradients.into(f"{prefix}.weight")
     into = as_matrix(dweight)
     outputs, inputs = into.shape
@@ -78,7 +78,7 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
 
 
 def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
-    """Write the column sums of dy to the gradient of ``PREFIX.bias``, or add them to an earlier gradient."""
+    """Write the bias gradient, the column sums of dy, or add it to an earlier gradient of this step."""
     dbias, add = gradients.into(f"{prefix}.bias")
     into = dbias.reshape(-1)
     column_sums(dy.reshape(-1, into.size), into, add)
@@ -90,12 +90,12 @@ def as_matrix(weight: Array) -> Array:
 
 
 def add_to_rows(rows: Array, row: Array) -> None:
-    """Add ``row``, of shape (columns,), to each row of contiguous ``rows``, of shape (n, columns), in place."""
+    """Add ``row``, of shape (columns,), to each row of ``rows``, of shape (n, columns), in place."""
     (cuda_kernels.add if is_device(rows) else _add_row)(rows, row)
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write the column sums of ``rows``, of shape (n, columns), to ``into``, or add them to ``into`` if ``add``."""
+    """Write the column sums of ``rows``, of shape (n, columns), to ``into``, or add them if ``add`` is True."""
     if is_device(rows):
         cuda_kernels.column_sums(rows, into, add)
         return

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Final, TypeAlias
 
 from hpcdist.arrays.ranges import split
-from hpcdist.models.attention.tiles import Pieces, one_piece
+from hpcdist.models.attention.tiles import Pieces, consecutive_positions
 from hpcdist.models.counts import attention_pairs
 from hpcdist.models.layers.dropout import WORDS_PER_COUNTER
 from hpcdist.strategies.config import PIECE_TOKENS
@@ -32,7 +32,7 @@ def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
     """Return two token ranges per rank, one early and one late, of a sample of ``context`` tokens."""
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
-        return (one_piece(context),)
+        return (consecutive_positions(context),)
     # Range sizes differ by up to `PIECE_TOKENS` tokens. The late ranges of the last ranks may be empty.
     parts = split(context, 2 * ranks, itemsize=1, align_bytes=PIECE_TOKENS)
     rank_pieces = []

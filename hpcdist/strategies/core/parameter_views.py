@@ -110,7 +110,7 @@ class TransientLayers:
             free = self._free.setdefault(size, [])
             block = free.pop() if free else self._new(size)
             self._blocks[layer] = block
-            whole = self._context.layout.part_of(layer, self._context.portion)
+            whole = self._context.layout.range_of(layer, self._context.portion)
             self._stores[layer] = self._context.store(self._category, whole, lambda count, dtype: block[:count])
         return self._stores[layer]
 

@@ -126,7 +126,7 @@ class RankContext:
         return {unit: self._range(unit) for unit in self.units}
 
     def _range(self, unit: int) -> Range:
-        return self.layout.part_of(self.model.stages[unit].layer, self.portion)
+        return self.layout.range_of(self.model.stages[unit].layer, self.portion)
 
     @property
     def agree_algorithm(self) -> str:

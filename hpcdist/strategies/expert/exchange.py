@@ -47,7 +47,7 @@ class ExpertExchange(Exchange):
             },
         )
         layout = context.layout
-        self._border = {layer: layout.part_of(layer, "expert").start for layer in layout.units}
+        self._border = {layer: layout.range_of(layer, "expert").start for layer in layout.units}
         self._portions = [replace(context, portion=name).parts for name in ("dense", "expert")]
         self._of_unit = [_units_by_kind(exchange) for exchange in self.both]
         kinds = dict.fromkeys((*self.dense.handlers, *self.experts.handlers))

@@ -16,7 +16,7 @@ from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
-from hpcdist.models.attention.tiles import Pieces, blocks, one_piece
+from hpcdist.models.attention.tiles import Pieces, blocks, consecutive_positions
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.schedule.step import NanFinder
 
@@ -134,7 +134,7 @@ class SequenceBorders(Borders):
     def __init__(self, axis: TensorAxis, context: int, pieces: Pieces | None = None, whole: int = 0) -> None:
         super().__init__(axis)
         self.context, self.whole = context, whole or context
-        self._pieces = one_piece(context) if pieces is None else pieces
+        self._pieces = consecutive_positions(context) if pieces is None else pieces
         assert context >= axis.size
 
     def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:

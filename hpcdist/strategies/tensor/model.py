@@ -190,7 +190,7 @@ def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
     if spec.cut is None or comm.size == 1:
         return spec
     parts = split(spec.shape[spec.cut], comm.size, itemsize=1, align_bytes=1)
-    return spec.part(parts[comm.rank], parts[0].size)
+    return spec.shard(parts[comm.rank], parts[0].size)
 
 
 def cut_model(

@@ -83,7 +83,7 @@ def test_one_server_has_whole_tensors_and_one_message_per_layer():
 def test_tensor_ranks_with_fewer_rows_have_the_same_keys(rows):
     whole = TensorSpec(0, "table", (rows, 40), cut=0)
     halves = [Range(0, -(-rows // 2)), Range(-(-rows // 2), rows)]
-    layouts = [Layout.of([whole.part(half, halves[0].size), TensorSpec(1, "norm", (50,))]) for half in halves]
+    layouts = [Layout.of([whole.shard(half, halves[0].size), TensorSpec(1, "norm", (50,))]) for half in halves]
     first, last = (check(layout, 2) for layout in layouts)
     assert first == last
 
