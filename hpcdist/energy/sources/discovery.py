@@ -20,7 +20,7 @@ NO_GPU: Final = f"the job computes on the CPU, and {VISIBLE_GPUS} names no GPU"
 
 @dataclass(frozen=True)
 class GpuClaim:
-    """GPUs and process of a rank."""
+    """GPUs that a rank uses, and the process of the rank."""
 
     gpus: tuple[str, ...] = ()  # UUIDs
     reason: str = ""  # why the GPUs are unknown
@@ -65,10 +65,7 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open and return the energy sources of this node that ``config`` selects. Local.
-
-    ``claims``: GPUs of each rank of the node. ``computing``: True if ranks of the node compute on GPUs.
-    """
+    """Open and return this node's energy sources. ``computing``: True if a rank computes on a GPU. Local."""
     sources = NodeSources()
     claims = list(claims)
     # A GPU of several ranks is opened once.
@@ -158,10 +155,7 @@ MODEL_NOTE: Final = (
 
 
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a dict for each energy source of this machine, including unreadable sources.
-
-    Keys: ``kind``, ``name``, ``readable``, ``reason`` (None if readable), and more for GPUs.
-    """
+    """Return a dict for each energy source of this machine: kind, name, readable, reason, and more for GPUs."""
     # A GPU also has `model`, and `held` (listed in CUDA_VISIBLE_DEVICES). A readable GPU also has `note`, `power`
     # (meaning of a power reading, such as "average of the module") and `sensor`: [seconds between updates, seconds
     # measured per update, source of these numbers] or None.
