@@ -216,7 +216,7 @@ class BackgroundCheckpoints:
         return self._advance() if self.is_busy and (failed or not working) else None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint in progress and return its path, or None if there is none. Raises StorageError."""
+        """Wait for the checkpoint in progress, if any, and return its path or None. Raises StorageError."""
         path = None
         while self.is_busy:
             path = self._advance()

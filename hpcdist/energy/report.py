@@ -27,7 +27,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 @dataclass(frozen=True)
 class SourceResult:
-    """Energy of one source of a node, and its failed reads."""
+    """Properties of one energy source of a node, and its failed reads."""
 
     name: str
     kind: str

@@ -31,9 +31,9 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new binary file, which replaces ``path`` after the block. Raises OSError.
+    """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
 
-    If the block raises, ``path`` stays unchanged. Keyword ``durable``: also sync the file and its directory to disk.
+    ``durable``: also sync the file and its directory to disk.
     """
     new = temporary_path(path)
     descriptor = create(new, mode)
@@ -68,7 +68,7 @@ def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = Fa
 
 
 def discard(path: Path) -> None:
-    """Remove ``path`` if it exists. Raises no error, so that an earlier error is not replaced during clean-up."""
+    """Remove ``path`` if it exists. Ignores failures."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -86,7 +86,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Create the directory ``path``. If ``path`` is a symbolic link, it is removed first. Raises OSError."""
+    """Create the directory ``path``, and first remove a symbolic link of this name. Raises OSError."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
             path.unlink()
@@ -96,7 +96,7 @@ def own_directory(path: Path) -> None:
 def sweep(directory: Path, older_s: float = LEFT_S, target_name: str = "") -> None:
     """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
 
-    ``target_name``: remove only temporary files of this file. Do not pass ``older_s=0`` if other processes write.
+    ``target_name``: only temporary files of this file. ``older_s=0`` is unsafe while other processes write.
     """
     prefix = f".{target_name}." if target_name else "."
     with suppress(OSError):

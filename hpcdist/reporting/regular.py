@@ -31,18 +31,18 @@ MOST_BYTES: Final = 16 << 20  # more than any settings, record or figure file ne
 
 
 class DamagedFileError(StorageError):
-    """The content of a file is damaged or has another format. A retry will not help."""
+    """Error: the content of a file is damaged or has another format. A retry will not help."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return True if ``error``, raised while reading a file, was caused by the content or type of the file."""
+    """Return True if ``error``, raised while reading a file, means that its content is damaged."""
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the file ``path`` if ``error`` shows damage. Return (True if damaged, text to append to a warning)."""
+    """Rename the file ``path`` if ``error`` means damage. Return (True if so, text to append to a warning)."""
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
     aside = atomic.set_aside(path)
@@ -75,7 +75,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of the regular file ``path``. Raises OSError if it has more than ``most_bytes`` bytes."""
+    """Return the content of a regular file. Raises OSError if it has more than ``most_bytes`` bytes."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         # Allocate the size of the file, not the limit.
@@ -166,7 +166,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write each file of ``files``, {path: text}. Without the keyword ``force``, differing files raise UsageError."""
+    """Write ``files``, {path: text}. Raises UsageError if a file exists with another text, unless ``force``."""
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
     except OSError as error:

@@ -70,7 +70,7 @@ class Key:
     path: bool | str = False
 
     def bounds(self, *, signs: bool) -> str:
-        """Return the bounds as text: "at least 0 and below 1" or, if keyword-only ``signs`` is True, ">= 0 and < 1"."""
+        """Return the bounds as text: "at least 0 and below 1", or ">= 0 and < 1" if ``signs``."""
         limits = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
         parts = [
             f"{_SIGNS[word] if signs else word} {_number(limit)}" for word, limit in limits.items() if limit is not None
@@ -98,7 +98,7 @@ class Key:
 
 
 def key(default: T, meaning: str, **limits: Any) -> T:
-    """Return a dataclass field that declares a configuration key. ``**limits``: fields of `Key`, such as ``ge=0``."""
+    """Return a dataclass field that declares a configuration key. ``limits``: fields of `Key`, such as ``ge=0``."""
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **limits)})
 
 
@@ -147,7 +147,7 @@ class Field(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The valid values if they can be listed, else ()."""
+        """The valid values if they are a finite set, else ()."""
         return (False, True) if self.type is bool else () if self.is_list else self.key.choices
 
     @property
@@ -206,7 +206,7 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(kind: Any) -> Mapping[str, Field]:
-    """Return {name in the file: `Field`} for the keys of the dataclass ``kind``."""
+    """Return {name in the file: `Field`} of the dataclass ``kind``."""
     result = {}
     for item in dataclasses.fields(kind):
         hint, key = get_args(item.type) if get_origin(item.type) is Annotated else (item.type, item.metadata.get("key"))
@@ -225,7 +225,7 @@ def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError if ``section``, with the ``name``, has an invalid value or breaks one of ``rules``."""
+    """Raise ConfigurationError if ``section``, called ``name``, has an invalid value or breaks one of ``rules``."""
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 
 
@@ -276,7 +276,7 @@ class TableFormat:
         return {name: self._value(value, inner, f"{where}.{name}", name) for name, value in raw.items()}
 
     def lines(self, source: Any, header: str = "") -> Iterator[str]:
-        """Yield the TOML lines of the dataclass ``source``: values, then tables. ``header``: prefix of table names."""
+        """Yield the TOML lines of the dataclass object ``source``. ``header``: prefix of table names."""
         tables = []
         for key, field in fields_of(source.__class__).items():
             value = getattr(source, field.name)
@@ -306,7 +306,7 @@ def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
 
 
 def toml_value(value: Any) -> str:
-    """Return a number, text, bool, sequence or mapping as TOML text. Raises ConfigurationError for invalid Unicode."""
+    """Return ``value`` as TOML text. Raises ConfigurationError for invalid Unicode."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{toml_value(name)} = {toml_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, list | tuple):

@@ -20,7 +20,7 @@ def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Format rows as lines of text. ``left`` holds the indices of left-aligned columns; others are right-aligned."""
+    """Format rows as aligned lines of text. ``left``: indices of left-aligned columns; others are right-aligned."""
     count = len(rows[0])
     widths = [max(len(row[column]) for row in rows) for column in range(count)]
     signs = ["<" if column in left or column - count in left else ">" for column in range(count)]
@@ -31,7 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Insert empty lines into a text table. ``groups``: group of each row; an empty line separates groups."""
+    """Insert an empty line into a text table where the group changes. ``groups``: group of each row."""
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
         if at and groups[at] != groups[at - 1]:
@@ -41,7 +41,7 @@ def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format ``rows``, the head first, as lines of a Markdown table. The first and last column are left-aligned."""
+    """Format ``rows``, the headings first, as lines of a Markdown table."""
     head, *body = rows
     marks = ["---", *["---:"] * (len(head) - 2), "---"]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]
@@ -91,10 +91,7 @@ class Figure(Generic[Record]):
 
 
 class Catalogue(Generic[Record]):
-    """Table of ``figures``, one column per figure.
-
-    ``name``: function from a record to its name in notes. By default, this is the text of the first figure.
-    """
+    """Table of ``figures``, one column per figure. ``name``: function that returns the name of a record."""
 
     def __init__(self, *figures: Figure[Record], name: Callable[[Record], str] | None = None) -> None:
         self.figures, self._name = figures, name or figures[0].text
@@ -127,7 +124,7 @@ class Catalogue(Generic[Record]):
         return {figure.heading: reason for figure in without if (reason := figure.why_unknown(record))}
 
     def missing(self, records: Sequence[Record]) -> list[str]:
-        """Return a line per reason why values are unknown, with figures and names of records."""
+        """Return a line per reason why values are unknown, with the figures and the names of the records."""
         names: dict[tuple[str, str], list[str]] = {}
         for record in records:
             for heading, reason in self.unknown(record).items():
@@ -140,7 +137,7 @@ class Catalogue(Generic[Record]):
 
 
 def csv_text(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    """Return CSV text with the columns ``names``. ``rows``: dicts from a name to a value; unknown values are empty."""
+    """Return CSV text with the columns ``names``. ``rows``: {name: value}; unknown values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
     writer.writeheader()

@@ -53,9 +53,9 @@ class MergeSummary:
 
 
 def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeSummary:
-    """Merge sweep results files into the file ``output``, which may be new. Successes replace failures. Local.
+    """Merge sweep results files into the file ``output``. Successes replace failures. Local.
 
-    Raises StorageError for a bad file, and UsageError for contradicting files. Keyword ``mixed``: accept all commits.
+    Raises StorageError for a bad file, and UsageError for contradicting files. ``mixed``: accept different commits.
     """
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise StorageError(f"{', '.join(missing)}: no such file; run the trials of these files, or leave the files out")
