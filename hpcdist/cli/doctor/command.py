@@ -72,9 +72,9 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
 
 
 def show(checks: Sequence[Check], as_json: bool, **more: Any) -> int:
-    """Print the results ``checks``, and return the exit code: 1 if a check has failed, else 0.
+    """Print the results ``checks``. Return the exit code: 1 if a check has failed, else 0.
 
-    ``as_json``: print one JSON object, which also has the other keyword arguments.
+    ``as_json``: print one JSON object that includes ``more``.
     """
     code = FAILURE if any(check.status == FAIL for check in checks) else 0
     if as_json:

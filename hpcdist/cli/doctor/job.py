@@ -27,10 +27,10 @@ DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
 def examine(out: Path | None, device: str, recipe: Path | None, show: Callable[..., int]) -> int:
-    """Check the nodes of this job. Rank 0 prints the result. Return the exit code, equal on all ranks. Collective.
+    """Check the nodes of this job, and print the result on rank 0. Return the same exit code on all ranks. Collective.
 
     ``out``: run directory to check. ``device``: "cpu", "gpu", or "" if unknown. ``recipe``: recipe whose packages are
-    checked, or None. ``show``: prints the results, and returns the exit code.
+    checked. ``show``: function that prints the results and returns the exit code.
     """
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
