@@ -37,10 +37,10 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     return next(iter(same or get_close_matches(name, names, 1, cutoff)), None)
 
 
-def suggestion(name: str, candidates: Iterable[str], ending: str = "", prefix: str = "") -> str:
-    """Return a hint for the unknown ``name``: the most similar candidate, or the list of all candidates."""
+def suggestion(name: str, candidates: Iterable[str], ending: str = "") -> str:
+    """Return a hint for the unknown ``name``: the most similar candidate, or all candidates and ``ending``."""
     names = list(candidates)
     near = nearest(name, names)
     if near is not None:
-        return f"the nearest known is {prefix + near!r}"
+        return f"the nearest known is {near!r}"
     return f"known are: {', '.join([*names, *([ending] if ending else [])])}"

@@ -93,9 +93,9 @@ def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
     return read(path, most_bytes).decode()
 
 
-def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, Any]:
+def toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Parse the TOML file ``path``. Raises OSError if it is unreadable or too large, and ValueError if not TOML."""
-    return toml_of(text(path, most_bytes))
+    return toml_of(text(path, 1 << 20))
 
 
 def settings(path: Path, file_kind: str) -> dict[str, Any]:
@@ -137,18 +137,18 @@ def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> An
         raise ValueError(_TOO_DEEP) from None
 
 
-def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Parse the JSON file ``path``, or return None if it is unreadable, not JSON, or above ``most_bytes`` bytes."""
+def json_or_none(path: str | os.PathLike[str]) -> Any:
+    """Parse the JSON file ``path``, or return None if it is unreadable, not JSON, or too large."""
     try:
-        return json_value(path, most_bytes)
+        return json_value(path)
     except (OSError, ValueError):
         return None
 
 
-def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> Iterator[dict[str, Any]]:
+def json_objects(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON object of each line of ``path``. Other lines are skipped. A missing file has no lines."""
     try:
-        lines = read(path, most_bytes).split(b"\n")
+        lines = read(path, 64 << 20).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
         return
     for line in lines:

@@ -49,17 +49,18 @@ VALUES: Final = 5  # contents are 0 to 4: sums are exact in float32 for millions
 _REPEATS: Final = 128
 
 
-def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
+def last_level_cache_bytes() -> int | None:
     """Return the size of the largest CPU cache in bytes, or None if unknown. Local."""
-    texts = [path.read_text().strip() for path in folder.glob("index*/size")]
+    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    texts = [path.read_text().strip() for path in paths]
     return max((parse_bytes(text) for text in texts if re.fullmatch(r"[1-9]\d*[KMG]", text)), default=None)
 
 
-def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
+def available_bytes() -> int:
     """Return the available memory of this node in bytes. Local."""
     # Without MemAvailable in the report, half of the physical memory counts as available.
     try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
         match = None
     return int(match[1]) << 10 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
