@@ -126,10 +126,7 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 def links(
     comm: Communicator, bounds: tuple[int, int], seconds: float, device_kind: str, print_line: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages within nodes and between nodes. Collective over ``comm``.
-
-    ``bounds``: (smallest, largest) message in bytes. ``device_kind``: memory of the "cpu" or "gpu".
-    """
+    """Measure messages of ``bounds`` (smallest, largest) bytes within and between nodes. Collective over ``comm``."""
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
     is_shared = max(len(members) for members in nodes.members) > 1  # a node has several ranks

@@ -284,11 +284,9 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return a plan that keeps checkpoints by ``rule``. Raises StorageError if every checkpoint is damaged.
-
-    ``damaged``: also remove damaged checkpoints. Reads checkpoints in full, newest first, until one is intact.
-    """
+def plan_pruning(run_dir: Path, rule: Retention, remove_damaged: bool) -> PrunePlan:
+    """Return a plan that keeps checkpoints by ``rule``. Raises StorageError if every checkpoint is damaged."""
+    # Checkpoints are read in full, newest first, until one is intact.
     checkpoints = [listed for listed in list_checkpoints(run_dir) if listed.path.suffix == ""]
     complete = [listed for listed in checkpoints if listed.state == COMPLETE]
     while complete and verify(complete[0].path).damage:
@@ -301,7 +299,7 @@ def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> Prune
     stay = rule.kept({listed.step: loss_of(listed.path) if rule.best else float("nan") for listed in complete})
     usable = {listed.path for listed in complete}
     doomed = [listed for listed in complete if listed.step not in stay]
-    if damaged:
+    if remove_damaged:
         doomed += [
             listed for listed in checkpoints if listed.path not in usable and listed.state in (COMPLETE, DAMAGED)
         ]

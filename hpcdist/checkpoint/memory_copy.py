@@ -114,7 +114,7 @@ class MemoryCopy:
             yield block.stop
 
     def write_texts(self, layout: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write the JSON text ``scalars``, the tensor descriptions of ``layout``, and their digest for ``step``."""
+        """Write the JSON text ``scalars``, the tensor descriptions, and their digest for training ``step``."""
         start = _texts(layout.sizes[0])
         self._head[_SCALARS] = len(scalars)
         self.memory[start : start + len(scalars)] = np.frombuffer(scalars, np.uint8)

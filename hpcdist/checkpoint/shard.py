@@ -78,10 +78,7 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read and verify block number ``block`` of ``entry``. Return its size in bytes. Raises DamagedError.
-
-        Calls ``take(index in entry, elements)`` for consecutive elements of the block.
-        """
+        """Read and verify block number ``block`` of ``entry``. Return its size in bytes. Raises DamagedError."""
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
         byte_range = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"

@@ -28,15 +28,11 @@ FOLDER: Final = "checkpoints"
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of a distributed array. By default, parts are rows in rank order.
-
-    ``start``: index of the part's first element in the whole array. ``shape``: shape of the whole array. Raises
-    UsageError.
-    """
+    """This rank's part of a distributed array. By default, the parts are rows in rank order. Raises UsageError."""
 
     array: Array
-    start: tuple[int, ...] | None = None
-    shape: tuple[int, ...] | None = None
+    start: tuple[int, ...] | None = None  # index of the part's first element in the whole array
+    shape: tuple[int, ...] | None = None  # of the whole array
 
     def __post_init__(self) -> None:
         if (self.start is None) != (self.shape is None):

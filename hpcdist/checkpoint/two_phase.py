@@ -44,17 +44,14 @@ class IncrementalWriter:
 
     def write(
         self,
-        directories: tuple[Path, Path],
+        directories: tuple[Path, Path],  # temporary and final path of the checkpoint
         name: str,
         slots: Sequence[Slot],
         sources: Sequence[BlockSource],
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
-
-        ``directories``: (temporary, final) path of the checkpoint. Other arguments: see `shard.write`.
-        """
+        """Like `shard.write`, but hard-link older shards for unchanged tensor data. Local."""
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
         new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]

@@ -178,10 +178,7 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return a dict for each energy counter: ``name``, ``kind``, and ``activities``, from `phase_joules`.
-
-        If ``final`` is False, the newest samples are left for a later call.
-        """
+        """Return a dict for each energy counter: ``name``, ``kind``, and ``activities`` from `phase_joules`."""
         if final:
             self._settle(True)
         return [

@@ -172,10 +172,7 @@ def _next_session(output: Path) -> int:
 
 
 class EnergyMonitor:
-    """Energy monitor of a job, from `start` to `stop`. Collective construction over ``comm``.
-
-    The first rank of each node reads the sensors of the node. ``live`` has the figures of all nodes.
-    """
+    """Energy monitor of a job. The first rank of each node reads its sensors. Collective construction."""
 
     def __init__(
         self,
@@ -213,7 +210,7 @@ class EnergyMonitor:
         self.sampler = EnergySampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = PhaseWindows(len(self._sources.counters))
         self._stopped = False
-        self._power, self.live = MeanPower(), LiveFigures()
+        self._power, self.live = MeanPower(), LiveFigures()  # `live`: figures of all nodes
         self._earlier: dict[str, Any] | None = None
 
     def _wait_for_ranks(self, call: str) -> None:

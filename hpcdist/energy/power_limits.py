@@ -206,10 +206,7 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
 
 
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
-    """Restore the limits that killed processes changed. Return False if one was not restored. Local.
-
-    ``folder``: journal directory. ``say(text)`` reports each limit.
-    """
+    """Restore limits changed by killed processes, and report each by ``say``. Return False if one failed. Local."""
     if not folder.is_dir():
         say("no changed limits were left")
         return True

@@ -31,10 +31,7 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
-
-    ``durable``: also sync the file and its directory to disk.
-    """
+    """Yield a file that replaces ``path`` unless the block raises. ``durable``: sync it to disk. Raises OSError."""
     new = temporary_path(path)
     descriptor = create(new, mode)
     try:
@@ -94,11 +91,9 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path, older_s: float = LEFT_S, target_name: str = "") -> None:
-    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
-
-    ``target_name``: only temporary files of this file. ``older_s=0`` is unsafe while other processes write.
-    """
-    prefix = f".{target_name}." if target_name else "."
+    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures."""
+    # ``older_s=0`` is unsafe while other processes write.
+    prefix = f".{target_name}." if target_name else "."  # of the temporary files of this file alone
     with suppress(OSError):
         for entry in list(os.scandir(directory)):
             if not (_NAME.fullmatch(entry.name) and entry.name.startswith(prefix)):

@@ -39,11 +39,9 @@ class Condition:
 
 @dataclass(frozen=True)
 class Rule:
-    """Forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
+    """Forbidden combination of settings. Settings break the rule if they satisfy all of its conditions."""
 
-    A key is a setting ``section.name``, an option such as ``--survive``, or a name that the caller of `check` defines.
-    """
-
+    # A key is a setting `section.name`, an option such as `--survive`, or a name that the caller of `check` defines.
     conditions: Mapping[str, Condition]  # The error message lists these keys with their values.
     why: Text = ""  # text after the list in the message, such as " has no effect"; or a function of the listed values
     cure: Text = ""  # advice at the end of the message; by default, the results of `Condition.cure`

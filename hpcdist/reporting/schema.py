@@ -43,31 +43,22 @@ TYPES: Final[Mapping[Any, str]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """Declaration of a configuration key: ``meaning``, one sentence or two with the unit, and the valid values.
+    """Declaration of a configuration key: its meaning and its valid values."""
 
-    - ``gt``, ``ge``, ``lt``, ``le``: bounds (>, >=, <, <=) of a number or of each item of a list. ``unit``: their unit.
-    - ``off``: value that is valid although it is out of bounds, usually 0.
-    - ``choices``: the valid values, or the valid items of a list.
-    - ``valid``: function that returns true for further valid values. ``expected``: description of these values.
-    - ``word``: text that a number key accepts instead of a number. ``digits``: True if a
-      text key accepts whole numbers.
-    - ``path``: True if the value is a path. A text: only values that contain this text are paths.
-    """
-
-    meaning: str
+    meaning: str  # one or two sentences with the unit
     _: KW_ONLY
-    gt: float | None = None
+    gt: float | None = None  # bounds (>, >=, <, <=) of a number or of each item of a list
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
-    unit: str = ""
-    off: float | None = None
-    choices: tuple[Any, ...] = ()
-    valid: Callable[[Any], object] | None = None
-    expected: str = ""
-    word: str = ""
-    digits: bool = False
-    path: bool | str = False
+    unit: str = ""  # of the bounds
+    off: float | None = None  # value that is valid although it is out of bounds, usually 0
+    choices: tuple[Any, ...] = ()  # the valid values, or the valid items of a list
+    valid: Callable[[Any], object] | None = None  # returns true for further valid values
+    expected: str = ""  # description of the further valid values
+    word: str = ""  # text that a number key accepts instead of a number
+    digits: bool = False  # a text key accepts whole numbers
+    path: bool | str = False  # the value is a path; a text: only values that contain this text are paths
 
     def bounds(self, *, signs: bool) -> str:
         """Return the bounds as text: "at least 0 and below 1", or ">= 0 and < 1" if ``signs``."""
@@ -231,16 +222,11 @@ def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any
 
 @dataclass(frozen=True)
 class TableFormat:
-    """TOML format of nested dataclasses.
+    """TOML format of nested dataclasses."""
 
-    - ``leaf(raw, field, where)`` converts a TOML value, or None if it is missing. ``where``: its name in messages.
-    - ``literal(value, field)`` returns a value as TOML text.
-    - ``names``: {key of a table: valid names in this table}. Other tables may have any names.
-    """
-
-    leaf: Callable[[Any, Field, str], Any]
-    literal: Callable[[Any, Field], str] = lambda value, field: toml_value(value)
-    names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)
+    leaf: Callable[[Any, Field, str], Any]  # (TOML value or None, field, name in messages) -> converted value
+    literal: Callable[[Any, Field], str] = lambda value, field: toml_value(value)  # converts to TOML text
+    names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)  # valid names in the table of a key
 
     def read(self, kind: Any, table: Mapping[str, Any], place: str = "") -> Any:
         """Return an object of the dataclass ``kind`` from a TOML ``table``. ``place``: prefix of keys in errors."""

@@ -53,23 +53,16 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Figure(Generic[Record]):
-    """A figure (value) of a record, such as the loss of a run.
+    """Column of a table or report: a value of each record, such as the loss of a run."""
 
-    ``name``: key in JSON and CSV. ``value``: function from a record to a number or text, or to None if the figure is
-    unknown. ``form``: format specification such as ".4f", or function from the value and the record to a text.
-    ``scale``: number by which a value is divided before ``form`` is applied. ``title``: heading in a table, by default
-    the name. ``unit``: UCUM code of the value. ``meaning``: definition for readers. ``reason``: function from a record
-    to the reason why its value is unknown; "" if the figure does not apply to the record.
-    """
-
-    name: str
-    value: Callable[[Record], Any]
-    form: str | Callable[[Any, Record], str] = ""
-    scale: float | None = None
-    title: str = ""
-    unit: str = ""
-    meaning: str = ""
-    reason: Callable[[Record], str] = lambda record: ""
+    name: str  # key in JSON and CSV
+    value: Callable[[Record], Any]  # returns a number or text, or None if the figure is unknown
+    form: str | Callable[[Any, Record], str] = ""  # format specification such as ".4f", or function that returns text
+    scale: float | None = None  # divides a value before ``form`` is applied
+    title: str = ""  # heading in a table, by default the name
+    unit: str = ""  # UCUM code
+    meaning: str = ""  # definition for readers
+    reason: Callable[[Record], str] = lambda record: ""  # why the value is unknown; "": the figure does not apply
 
     def text(self, record: Record) -> str:
         """Return the formatted value of ``record``, or "-" if the value is unknown."""

@@ -231,10 +231,7 @@ def run(
     print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Run the benchmark ``request``. ``save`` stores results on rank 0. Raises UsageError. Collective over ``comm``.
-
-    ``memory``: result of `take_memory`, or None.
-    """
+    """Run the benchmark ``request``. ``save`` stores results on rank 0. Raises UsageError. Collective over ``comm``."""
     order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)
     contents = {name: BufferContents(comm.size, dtype_of(name)) for name in request.dtypes}

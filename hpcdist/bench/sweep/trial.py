@@ -70,10 +70,7 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
 def run(
     trial: SweepTrial, folder: Path, limit_s: float, command_line: Command, environment: Mapping[str, str]
 ) -> TrialOutcome:
-    """Run ``trial`` as a subprocess for at most ``limit_s`` seconds, and return the result. Local.
-
-    ``folder``: empty directory for its files. ``command_line``: function that returns the command line.
-    """
+    """Run ``trial`` as a subprocess in the empty directory ``folder`` for at most ``limit_s`` seconds. Local."""
     libc = ctypes.CDLL(None)
 
     def prepare_child() -> None:

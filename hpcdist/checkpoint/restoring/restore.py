@@ -142,11 +142,7 @@ Result = TypeVar("Result")
 
 
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, skip: Collection[Path] = ()) -> Path | None:
-    """Return the newest checkpoint in ``run_dir`` with a valid manifest and file sizes, or None.
-
-    ``skip``: paths to ignore. Collective over ``comm``; local if None. Raises StorageError for a checkpoint of a later
-    version of hpcdist.
-    """
+    """Return the newest complete checkpoint that is not in ``skip``, or None. Raises StorageError. Collective."""
     comm = comm or solo()
     candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
     for _, path in candidates:

@@ -259,10 +259,7 @@ class NvmlDriver:
 
 
 def gpus_in_use(driver: NvmlDriver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that this rank uses. Raises MissingCapabilityError. Local.
-
-    ``bus_id``: PCI address of the GPU on which the rank computes, or None for a CPU rank.
-    """
+    """Return the UUIDs of this rank's GPUs. ``bus_id`` None: CPU rank. Raises MissingCapabilityError. Local."""
     if bus_id is not None:
         return (driver.at(bus_id),)
     # A CPU rank occupies all visible GPUs, because no other job can use them.
