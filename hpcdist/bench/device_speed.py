@@ -87,7 +87,7 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Duration of a message between two ranks. ``level``: "node" or "network"."""
+    """Duration of a message between two ranks, on one node (``level`` "node") or on two nodes ("network")."""
 
     level: str
     ranks: int
@@ -97,7 +97,7 @@ class LinkPoint(NamedTuple):
 
 
 class CollectivePoint(NamedTuple):
-    """First quartile of a collective's durations on the slowest rank. ``level``: "node" or "network"."""
+    """First quartile of a collective's durations on the slowest rank, on one ``level``: "node" or "network"."""
 
     operation: str
     algorithm: str

@@ -190,7 +190,7 @@ class BackgroundCheckpoints:
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Finish the previous checkpoint, then start to save ``pieces`` as checkpoint ``plan``. Raises StorageError."""
+        """Finish the previous checkpoint, then start saving the tensors ``pieces``. Raises StorageError. Collective."""
         self.finish()
         group = group_of(self._comm, writers)
         two_phase.prepare(plan, group, self._comm)

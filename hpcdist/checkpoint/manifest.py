@@ -65,7 +65,7 @@ class Slot:
 
     @classmethod
     def of(cls, piece: Piece) -> "Slot":
-        """Return the `Slot` that describes ``piece``."""
+        """Return the description of the tensor slice ``piece``."""
         flat = piece.flat.start, piece.flat.stop
         return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
 
@@ -225,7 +225,7 @@ def build(
     pieces: Iterable[StoredPiece],
     about: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Return a new manifest. Raises StorageError if ``pieces`` do not cover every tensor.
+    """Return a new manifest. Raises StorageError if the stored slices ``pieces`` do not cover every tensor.
 
     ``world``: number of ranks. ``scalars``: JSON values to restore. ``files``: {shard file: size in bytes}. ``about``:
     description of the run.

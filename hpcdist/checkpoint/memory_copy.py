@@ -36,12 +36,12 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return a list that is equal for two lists of pieces with the same names, shapes, ranges and dtypes."""
+    """Return a list that is equal for tensor slices with the same names, shapes, ranges and dtypes."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
 class CopyLayout:
-    """Layout of an in-memory copy: ``ranges[i]`` is the byte range of ``pieces[i]``. ``scalars`` is JSON text."""
+    """Layout of an in-memory copy: tensor slice ``pieces[i]`` has the bytes ``ranges[i]``. ``scalars`` is JSON text."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)
@@ -81,7 +81,7 @@ class MemoryCopy:
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, layout: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare this memory for copies of ``pieces`` in ``layout``."""
+        """Prepare this memory for copies of the tensor slices ``pieces``."""
         self.lay_out(*layout.sizes)
         self._moves = list(_moves(layout, pieces, self.data))
 
@@ -100,7 +100,7 @@ class MemoryCopy:
         return int(self._head[_NBYTES]), int(self._head[_ROOM]), int(self._head[_NAMES])
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[int]:
-        """Copy ``pieces`` and their digests to this memory. After each block, yield the number of copied bytes."""
+        """Copy tensor slices and their digests to this memory. After each block, yield the number of copied bytes."""
         data, digests = self.data, self._digests()
         arrays = [piece.array for piece in pieces]
         for index, block in enumerate(cut(Range(0, data.size), BLOCK_BYTES)):

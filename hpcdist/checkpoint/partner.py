@@ -61,7 +61,7 @@ class CopyGeneration:
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Return True if the allocated memory has the layout of ``pieces`` and room for the JSON text ``scalars``."""
+        """Return True if the memory fits copies of the tensor slices ``pieces`` and of the JSON text ``scalars``."""
         layout = self.layout
         return layout is not None and len(scalars) <= layout.room and signature(pieces) == layout.signature
 

@@ -131,7 +131,7 @@ _GROUPS: Final = PerCommunicator[str, WriterGroup]()  # by the argument ``writer
 
 
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
-    """Return the group of ranks that share a shard with this rank. The first call is collective over ``comm``.
+    """Return the group of ranks that write the same shard as this rank. The first call is collective over ``comm``.
 
     ``writers``: "rank" for one group per rank, "node" for one group per node, or a number of groups.
     """
@@ -152,7 +152,7 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of ``pieces`` on the writer rank of ``group``. Collective construction over the group.
+    """Gather of the tensors ``pieces`` on the writer rank of ``group``. Collective construction over the group.
 
     The writer calls each function of `sources` once, in order, and then always `end`. Other ranks call `bring`.
     """
@@ -196,7 +196,7 @@ class GroupGather:
         return self._incoming
 
     def bring(self) -> str:
-        """Send this rank's pieces to the writer rank of its group. Return an error text, or "" on success."""
+        """Send this rank's tensors to the writer rank of its group. Return an error text, or "" on success."""
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
@@ -265,7 +265,7 @@ def save_planned(
     writers: str,
     incremental: IncrementalWriter | None = None,
 ) -> Path:
-    """Save ``pieces`` as the checkpoint ``plan``, and return its path. ``writers``: see `group_of`. Collective."""
+    """Save the tensors ``pieces`` as checkpoint ``plan``. Return its path. ``writers``: see `group_of`. Collective."""
     group = group_of(comm, writers)
     prepare(plan, group, comm)
     gathering = GroupGather(group, pieces)

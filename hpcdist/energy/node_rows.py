@@ -44,12 +44,12 @@ class PhaseWindows:
         self._outside = [False] * num_sources  # there was time outside of all windows since then
 
     def enter(self, phase: str, now_ns: int, values: Sequence[int | None]) -> None:
-        """Begin a window. ``values``: energy of each source in mJ at the time ``now_ns``, or None if unreadable."""
+        """Begin a window of ``phase``. ``values``: mJ of each energy source at ``now_ns``, or None if unreadable."""
         self.edge(now_ns, values)
         self._open.append(PhaseWindow(phase, now_ns, [0.0] * len(self._last)))
 
     def leave(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """End the innermost window. ``values``: as in `enter`."""
+        """End the innermost window, with the energy reading ``values`` as in `enter`."""
         self.edge(now_ns, values)
         window = self._open.pop()
         window.end_ns = now_ns
@@ -62,7 +62,7 @@ class PhaseWindows:
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Add the time and energy since the last reading to the innermost window. ``values``: as in `enter`."""
+        """Add the time and energy since the last reading ``values`` to the innermost window."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns

@@ -145,7 +145,7 @@ class BufferPool:
         self._users: list[int] = []  # the contender of each slot used since the last fill
 
     def buffer(self, slot: int) -> np.ndarray:
-        """Return the buffer number ``slot``, on which a collective works in place."""
+        """Return buffer number ``slot``, on which a collective works in place."""
         return self._view(self.memory, slot)
 
     def result(self, slot: int) -> np.ndarray:

@@ -64,7 +64,7 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` that holds all elements of ``tensor``, which ``store`` reads or writes."""
+    """Return a `Piece` with all elements of ``tensor``, which the object ``store`` reads or writes."""
     elements = Range(0, tensor.size)
     array: Any = FileSlice(store, elements)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), elements, array)

@@ -79,7 +79,7 @@ class ForeignFile:
         self.reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return a `Piece` for every tensor of the file. Its elements are read later, on demand."""
+        """Return one `Piece` per tensor of the file, whose elements are read on demand."""
         return [
             piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
             for index, tensor in enumerate(self.tensors)

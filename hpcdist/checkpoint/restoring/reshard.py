@@ -70,9 +70,10 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return pairs (offer, runs to copy) that fill ``piece`` on this ``rank``. Raises `GapError`. Local.
+    """Return pairs (offer, runs to copy) that fill the tensor slice ``piece``. Raises `GapError`. Local.
 
-    ``offers``: slices of this tensor on all ranks. ``loads``: bytes requested from each rank, updated by this call.
+    ``offers``: slices of this tensor on all ranks. ``rank``: this rank. ``loads``: bytes requested from each rank,
+    updated by this call.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -158,7 +159,7 @@ class _Transfer:
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill ``pieces`` with tensor data in ``held`` of all ranks. Return the number of bytes received. Collective.
+    """Fill the tensor slices ``pieces`` from ``held`` of all ranks. Return the number of bytes received. Collective.
 
     ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError on all ranks, before any change,
     if elements are missing or a shape or dtype differs.

@@ -25,7 +25,7 @@ from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill ``piece`` from the stored slices ``entries`` of its tensor. Raises StorageError, and `DamagedError`."""
+    """Fill the tensor slice ``piece`` from stored slices ``entries``. Raises StorageError, and `DamagedError`."""
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
         _fill_in_blocks(directory, piece, piece.array, entries, reader)
@@ -192,7 +192,7 @@ def _unusable_reason(path: Path, comm: Communicator) -> str:
 def restore_together(
     comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore ``pieces`` on all ranks, like `restore`. Raises its errors on all ranks. Collective over ``comm``."""
+    """Restore the tensors ``pieces`` on all ranks. Any error of `restore` is raised on all ranks. Collective."""
     directory = Path(directory)
     stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))
     failed: tuple[type[StorageError], str] | None = None
@@ -224,7 +224,7 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 
 
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill ``pieces`` from the checkpoint in ``directory``. Return its JSON scalars. Local.
+    """Fill the tensors ``pieces`` from the checkpoint in ``directory``. Return its JSON scalars. Local.
 
     ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError for damaged, missing or
     different tensors; the arrays are then undefined.
