@@ -19,7 +19,7 @@ import numpy as np
 from hpcdist.bench.collectives import results as collectives_results
 from hpcdist.bench.collectives.results import COLD
 from hpcdist.bench.sweep import results
-from hpcdist.bench.sweep.report import most_of_ranks
+from hpcdist.bench.sweep.report import max_of_ranks
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
 from hpcdist.reporting.table import Catalogue, Figure
@@ -196,7 +196,7 @@ def _collectives(path: Path) -> dict[str, CompareSide]:
 def _sweep(path: Path) -> dict[str, CompareSide]:
     sides = {}
     for row in results.read(path).configurations:
-        times = [most_of_ranks(repeat.samples["step_s"][1:]) for repeat in row.good]
+        times = [max_of_ranks(repeat.samples["step_s"][1:]) for repeat in row.good]
         sessions = [np.full(len(steps), repeat.number) for steps, repeat in zip(times, row.good, strict=True)]
         if sum(map(len, times)):
             sides[f"{row.name} on {row.ranks} ranks"] = CompareSide(np.concatenate(times), np.concatenate(sessions))

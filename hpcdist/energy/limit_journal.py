@@ -56,14 +56,14 @@ class JournalRecord:
     changes: tuple[ChangedLimit, ...]
 
     @property
-    def is_of_this_start(self) -> bool:
+    def is_of_this_boot(self) -> bool:
         """True if the record was written since the last boot of this machine."""
         return self.boot_id == boot_id()
 
     @property
-    def is_at_work(self) -> bool:
+    def is_active(self) -> bool:
         """True if the process that wrote the record is running."""
-        return self.is_of_this_start and process_start(self.pid) == self.started
+        return self.is_of_this_boot and process_start(self.pid) == self.started
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:

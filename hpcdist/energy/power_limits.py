@@ -191,10 +191,10 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]
-        if not others or not record.is_of_this_start:
+        if not others or not record.is_of_this_boot:
             continue
         devices = ", ".join(dict.fromkeys(change.device for change in others))
-        if record.is_at_work:
+        if record.is_active:
             raise MissingCapabilityError(
                 f"process {record.pid} of this machine has changed the limits of {devices} since {record.created_utc}; "
                 "wait until the process ends, or choose other devices"
@@ -225,14 +225,14 @@ def put_back(folder: Path, say: Callable[[str], None]) -> bool:
 
 
 def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None]) -> bool:
-    if not record.is_of_this_start:
+    if not record.is_of_this_boot:
         if record.host != os.uname().nodename:
             say(f"{record.path.name}: of {record.host}; run `{RESTORE_COMMAND}` there")
             return True
         say(f"{record.path.name}: {record.host} was restarted since, which resets limits")
         record.path.unlink(missing_ok=True)
         return True
-    if record.is_at_work:
+    if record.is_active:
         say(f"{record.path.name}: process {record.pid} still runs, and restores its limits itself")
         return True
     failed = []

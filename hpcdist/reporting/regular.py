@@ -74,23 +74,23 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file. Raises OSError if it has more than ``most_bytes`` bytes."""
+def read(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError if it has more than ``max_bytes`` bytes."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         # Allocate the size of the file, not the limit.
-        data = b"" if size > most_bytes else file.read(size + 1)
+        data = b"" if size > max_bytes else file.read(size + 1)
         if len(data) > size:  # files in /proc and /sys report 0 bytes, and a file may grow while it is read
-            data += file.read(most_bytes + 1 - len(data))
+            data += file.read(max_bytes + 1 - len(data))
             size = len(data)
-    if size > most_bytes:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most_bytes} are read", os.fspath(path))
+    if size > max_bytes:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {max_bytes} are read", os.fspath(path))
     return data
 
 
-def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Return the UTF-8 text of a regular file. Raises UnicodeDecodeError, or OSError above ``most_bytes`` bytes."""
-    return read(path, most_bytes).decode()
+def text(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> str:
+    """Return the UTF-8 text of a regular file. Raises UnicodeDecodeError, or OSError above ``max_bytes`` bytes."""
+    return read(path, max_bytes).decode()
 
 
 def toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def toml_of(toml_text: str) -> dict[str, Any]:
     raise ValueError(_TOO_DEEP)
 
 
-def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Parse a JSON file. Raises OSError above ``most_bytes`` bytes, and ValueError if the file is not JSON."""
+def json_value(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> Any:
+    """Parse a JSON file. Raises OSError above ``max_bytes`` bytes, and ValueError if the file is not JSON."""
     try:
-        return json.loads(read(path, most_bytes))
+        return json.loads(read(path, max_bytes))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 

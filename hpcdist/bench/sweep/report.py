@@ -87,11 +87,11 @@ def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
 
 
 def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarray:
-    slowest = [most_of_ranks(repeat.samples[name][first:]) for repeat in good]
+    slowest = [max_of_ranks(repeat.samples[name][first:]) for repeat in good]
     return np.concatenate(slowest) if slowest else np.zeros(0)
 
 
-def most_of_ranks(samples: np.ndarray) -> np.ndarray:
+def max_of_ranks(samples: np.ndarray) -> np.ndarray:
     """Return the maximum over ranks of ``samples``, an array (iterations, ranks), ignoring NaN."""
     maxima = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
     finite: np.ndarray = maxima[np.isfinite(maxima)]
