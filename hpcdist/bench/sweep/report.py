@@ -92,7 +92,7 @@ def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarra
 
 
 def max_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over ranks of ``samples``, an array (iterations, ranks), ignoring NaN."""
+    """Return the maxima over ranks of ``samples``, an array (iterations, ranks), without unknown iterations."""
     maxima = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
     finite: np.ndarray = maxima[np.isfinite(maxima)]
     return finite

@@ -35,8 +35,8 @@ class RecordedCall(CommunicatorCall):
     is_open: bool = False  # not ended at the last heartbeat, at ``end_ns``
 
     @property
-    def behind(self) -> bool:
-        """True if the rank can do other work during this call: it is nonblocking, or in a background thread."""
+    def is_asynchronous(self) -> bool:
+        """True if the rank can do other work during the call: it is nonblocking, or in a background thread."""
         return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
 
 
