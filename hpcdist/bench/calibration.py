@@ -37,7 +37,7 @@ _LINKS_SHARE: Final = 0.3  # duration of the messages / duration of messages and
 
 
 class LoadSample(NamedTuple):
-    """Load of a machine: its load average (NaN: unknown), and the numbers of its cores and of this job's threads."""
+    """Load of a machine: load average (NaN: unknown), number of cores, and number of this job's threads."""
 
     load: float
     threads: int
@@ -45,7 +45,7 @@ class LoadSample(NamedTuple):
 
     @property
     def most(self) -> float:
-        """Highest load average that is normal for this machine with the threads of this job."""
+        """Highest normal load average of this machine, for the threads of this job."""
         return self.threads + max(SPARE, SPARE_SHARE * self.cores)
 
 
@@ -68,14 +68,14 @@ def _machine(comm: Communicator) -> str:
 
 
 def busy_before(samples: Sequence[LoadSample]) -> str:
-    """Return a text on the load if other processes keep a machine busy, or "". ``samples``: one per machine."""
+    """Return a text about the load if other processes keep a machine busy, or "". ``samples``: one per machine."""
     return _worst([(sample.load, sample) for sample in samples])
 
 
 def busy_meanwhile(
     before: Sequence[LoadSample], after: Sequence[LoadSample], seconds: float, spread: float | None
 ) -> str:
-    """Return a text if other processes kept a machine busy between the loads ``before`` and ``after``, or ""."""
+    """Return a text if other processes kept a machine busy during the measurement, or ""."""
     loads = []
     for old, new in zip(before, after, strict=True):
         load = new.load
@@ -146,7 +146,7 @@ def run(
     processor: str,
     print_line: calibrate_links.Report,
 ) -> CalibrationPoints:
-    """Run the calibration ``request``. Return the measurements on all ranks. Collective over ``comm``."""
+    """Run the calibration ``request``. Return its measurements on all ranks. Collective over ``comm``."""
     begin_s = time.perf_counter()
     threads = threads_of_rank()
     before = sample_load(comm, threads)
@@ -193,7 +193,7 @@ def run(
 
 
 def machine(comm: Communicator, device_kind: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return a description of this machine and of rank 0's device, a "cpu" or a "gpu". Collective."""
+    """Return a description of this machine and of rank 0's device. ``device_kind``: "cpu" or "gpu". Collective."""
     nodes, threads = comm.nodes(), threads_of_rank()
     ranks_per_host = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -19,7 +19,7 @@ import numpy as np
 from hpcdist.bench.collectives import results as collectives_results
 from hpcdist.bench.collectives.results import COLD
 from hpcdist.bench.sweep import results
-from hpcdist.bench.sweep.report import most_of_ranks
+from hpcdist.bench.sweep.report import max_of_ranks
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
 from hpcdist.reporting.table import Catalogue, Figure
@@ -35,7 +35,7 @@ _BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 @dataclass(frozen=True)
 class CompareSide:
-    """Durations of the iterations of one configuration in one file. ``session``: number of each iteration's process."""
+    """Iteration durations of one configuration in one file. ``session``: process number of each iteration."""
 
     times_s: np.ndarray
     session: np.ndarray
@@ -71,7 +71,7 @@ class MedianChange:
 
 @dataclass(frozen=True)
 class ResultsComparison:
-    """Comparison of two results files: changes of the common configurations, and names in only one file."""
+    """Comparison of two results files: changes of common configurations, and names in only one file."""
 
     changes: tuple[MedianChange, ...]
     only_before: tuple[str, ...]
@@ -81,12 +81,12 @@ class ResultsComparison:
 
     @property
     def regressions(self) -> list[MedianChange]:
-        """Changes to a slower or wrong result, without memory copies and exchanges between nodes."""
+        """Changes to a slower or wrong result, except for memory copies and exchanges between nodes."""
         return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
 
     @property
     def judged(self) -> list[MedianChange]:
-        """Changes with enough iterations for a verdict, without memory copies and exchanges between nodes."""
+        """Changes with enough iterations for a verdict, except for copies and exchanges between nodes."""
         return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 
@@ -116,7 +116,7 @@ def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
 
 
 def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule) -> MedianChange:
-    """Return the change of the configuration ``name`` from ``before`` to ``after``. The result is deterministic."""
+    """Return the change of the configuration ``name`` from ``before`` to ``after``."""
     counts = (len(before.times_s), len(after.times_s))
     sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     if after.wrong:
@@ -196,7 +196,7 @@ def _collectives(path: Path) -> dict[str, CompareSide]:
 def _sweep(path: Path) -> dict[str, CompareSide]:
     sides = {}
     for row in results.read(path).configurations:
-        times = [most_of_ranks(repeat.samples["step_s"][1:]) for repeat in row.good]
+        times = [max_of_ranks(repeat.samples["step_s"][1:]) for repeat in row.good]
         sessions = [np.full(len(steps), repeat.number) for steps, repeat in zip(times, row.good, strict=True)]
         if sum(map(len, times)):
             sides[f"{row.name} on {row.ranks} ranks"] = CompareSide(np.concatenate(times), np.concatenate(sessions))
@@ -220,12 +220,12 @@ _FIGURES: Final[Catalogue[MedianChange]] = Catalogue(
 
 
 def text(comparison: ResultsComparison) -> str:
-    """Return the table of ``comparison`` as text, and below it the names in only one file and the notes."""
+    """Return the table of ``comparison`` as text, with the names in only one file and the notes below."""
     return "\n".join([*_FIGURES.aligned(comparison.changes, (0, -1)), *_footer(comparison)])
 
 
 def markdown(comparison: ResultsComparison) -> str:
-    """Return ``comparison`` as a Markdown table, and below it the names in only one file and the notes."""
+    """Return ``comparison`` as a Markdown table, with the names in only one file and the notes below."""
     lines = _FIGURES.markdown(comparison.changes)
     return "\n".join([*lines, *(f"\n{line}" for line in _footer(comparison))])
 

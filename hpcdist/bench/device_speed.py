@@ -39,7 +39,7 @@ STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Seconds of an operation: ``one`` with one busy rank per node, ``all`` with all ranks busy."""
+    """Seconds of an operation with ``one`` busy rank per node, and with ``all`` ranks busy."""
 
     one: float
     all: float
@@ -56,7 +56,7 @@ class ProductPoint(NamedTuple):
 
 
 class MovePoint(NamedTuple):
-    """Time of the ``operation`` "copy" or "add" on arrays. ``nbytes``: number of bytes that it reads and writes."""
+    """Time of the ``operation`` "copy" or "add" on arrays, which reads and writes ``nbytes`` bytes."""
 
     operation: str
     nbytes: int
@@ -64,7 +64,7 @@ class MovePoint(NamedTuple):
 
 
 class KindPoint(NamedTuple):
-    """Time per step of all operations of one ``kind``, e.g. "matmul" or "attention", in forward and backward pass."""
+    """Time per training step of all operations of one ``kind``, e.g. "matmul" or "attention"."""
 
     kind: str
     forward: BusySeconds
@@ -73,7 +73,7 @@ class KindPoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPoint:
-    """Durations in one training step of a model on one rank, with ``samples`` sequences of ``context`` tokens."""
+    """Durations in a training step of a model on one rank, with ``samples`` sequences of ``context`` tokens."""
 
     config: ModelConfig
     context: int
@@ -87,7 +87,7 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Duration of a message between two ranks. ``level``: "node" or "network"."""
+    """Duration of a message between two ranks, on one node (``level`` "node") or on two nodes ("network")."""
 
     level: str
     ranks: int
@@ -97,7 +97,7 @@ class LinkPoint(NamedTuple):
 
 
 class CollectivePoint(NamedTuple):
-    """First quartile of the slowest rank's durations of a collective. ``level``: "node" or "network"."""
+    """First quartile of a collective's durations on the slowest rank, on one ``level``: "node" or "network"."""
 
     operation: str
     algorithm: str
@@ -110,7 +110,7 @@ class CollectivePoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedMachine:
-    """Device that a rank computes on, and the machine: ``hosts`` hosts of ``ranks_per_host`` ranks."""
+    """Device of a rank, and the machine with ``hosts`` hosts of ``ranks_per_host`` ranks."""
 
     device: str
     on: str  # "cpu", or "gpu"
@@ -159,7 +159,7 @@ class CalibrationRequest:
 
 
 def sizes(smallest: int, largest: int, per_octave: int = 4) -> tuple[int, ...]:
-    """Return sizes in bytes from ``smallest`` to ``largest``, multiples of 64. ``per_octave``: per factor of 2."""
+    """Return sizes in bytes from ``smallest`` to ``largest``, with ``per_octave`` sizes per factor of 2."""
     rounded, step = [], 0
     while (size := smallest * 2 ** (step / per_octave)) <= largest * 1.0001:
         rounded.append(max(64, round(size / 64) * 64))
@@ -168,7 +168,7 @@ def sizes(smallest: int, largest: int, per_octave: int = 4) -> tuple[int, ...]:
 
 
 def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
-    """Return the small GPT models to time by default: (model, sequence length, micro-batch sizes)."""
+    """Return the default GPT models to time: (model, sequence length, micro-batch sizes)."""
     return (
         (ModelConfig(layers=2, hidden=128, heads=2, vocabulary=256), 128, (1, 4)),
         (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 128, (2, 4)),
@@ -187,7 +187,7 @@ def shapes(device_kind: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, device_kind: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure products of matrices of the `shapes` for ``seconds`` seconds on "cpu" or "gpu". Collective."""
+    """Measure matrix products of the `shapes` for ``seconds`` seconds on "cpu" or "gpu". Collective."""
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
     for m, k, n in shapes(device_kind):
@@ -225,7 +225,7 @@ def moves(comm: Communicator, device_kind: str, seconds: float) -> tuple[MovePoi
 
 
 def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[BusySeconds]:
-    """Time the functions ``calls`` for ``seconds`` seconds: with one busy rank per node, then all. Collective."""
+    """Time the functions ``calls`` for ``seconds`` seconds, with one busy rank per node and with all. Collective."""
     alone = _rounds(comm, calls, seconds / 2, works=comm.nodes().intra.rank == 0)
     if comm.nodes().intra.size == 1:
         return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]

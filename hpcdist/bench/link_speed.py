@@ -43,7 +43,7 @@ VISITS: Final = 4
 
 
 class BorderTimes(NamedTuple):
-    """Durations at jumps, {series: {size: seconds}}: of ``remeasured`` sizes, and of new sizes ``between``."""
+    """Durations near jumps, {series: {size: seconds}}: ``remeasured`` sizes, and new sizes ``between`` them."""
 
     remeasured: dict[str, dict[int, float]]
     between: dict[str, dict[int, float]]
@@ -61,10 +61,10 @@ class _Bracket(NamedTuple):
 
 
 def borders(durations: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
-    """Measure more sizes where durations jump between two sizes. Return the new durations.
+    """Measure more sizes where a duration jumps between two sizes. Collective if ``measure`` is.
 
-    ``durations``: {name: {size: seconds}} of at least four sizes. ``measure`` returns the durations of all names at the
-    given sizes, equal on all ranks. Collective if ``measure`` is.
+    ``durations``: {name: {size: seconds}} of at least four sizes. ``measure``: function that returns the durations of
+    all names at given sizes, equal on all ranks.
     """
     border_times = BorderTimes({}, {})
     jumps = {name: _jumps(times) for name, times in durations.items()}
@@ -126,10 +126,7 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 def links(
     comm: Communicator, bounds: tuple[int, int], seconds: float, device_kind: str, print_line: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages within nodes and between nodes. Collective over ``comm``.
-
-    ``bounds``: (smallest, largest) message in bytes. ``device_kind``: memory of "cpu" or "gpu".
-    """
+    """Measure messages of ``bounds`` (smallest, largest) bytes within and between nodes. Collective over ``comm``."""
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
     is_shared = max(len(members) for members in nodes.members) > 1  # a node has several ranks

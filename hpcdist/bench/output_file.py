@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 
 class SampleColumn:
-    """Description of an HDF5 dataset: ``meaning``, names of its dimensions (``*axes``), and unit."""
+    """Description of an HDF5 dataset: ``meaning``, names of its dimensions (``axes``), and unit."""
 
     def __init__(self, meaning: str, *axes: str, units: str = "s") -> None:
         self.meaning, self.axes, self.units = meaning, axes, units
@@ -33,7 +33,7 @@ class SampleColumn:
 
 @dataclass(frozen=True)
 class ResultsFormat:
-    """Schema name and version of an HDF5 results file. ``records``: group of the results; "" is the root group."""
+    """Schema name and version of an HDF5 results file. ``records``: group of the results, "" for the root."""
 
     schema: str
     version: int
@@ -63,13 +63,13 @@ class ResultsFormat:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value``, which may be a numpy array or scalar, as a Python value. NaN becomes None."""
+    """Convert a numpy array or scalar to a Python value. NaN becomes None."""
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
-    """Write the dataclass object ``record`` into the empty HDF5 ``group``. Keyword ``grows``: it may be extended."""
+    """Write the dataclass object ``record`` into the HDF5 ``group``. ``grows``: arrays may be extended later."""
     group.attrs.update(_attributes(record))
     columns = {name: (getattr(record, name), column) for name, column in _sample_columns(type(record)).items()}
     if columns:
@@ -119,7 +119,7 @@ def extend_record(group: Any, record: Any) -> None:
 
 
 def read_record(group: Any, kind: type[Record], **values: Any) -> Record:
-    """Return an object of the dataclass ``kind``, with fields from the HDF5 ``group`` and from ``**values``."""
+    """Return an object of the dataclass ``kind``, with fields from the HDF5 ``group`` and from ``values``."""
     for name, hint in _hints(kind).items():
         if name in values:
             continue
@@ -158,7 +158,7 @@ def _attributes(record: Any) -> dict[str, Any]:
 
 
 def check_on_all_ranks(comm: Communicator, check: Callable[[], object]) -> None:
-    """Call ``check`` on rank 0. If it raises HpcdistError, raise this error on every rank. Collective over ``comm``."""
+    """Call ``check`` on rank 0, and raise its HpcdistError on every rank. Collective over ``comm``."""
     error: HpcdistError | None = None
     try:
         if comm.rank == 0:

@@ -43,11 +43,7 @@ _WIDTH: Final = 14.0  # of a plot, in inches
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Settings of simulated pipeline schedules.
-
-    ``costs``: seconds of (forward, input gradient, weight gradients), for all stages or for each stage. ``message_s``:
-    seconds for which a message occupies its link.
-    """
+    """Settings of simulated pipeline schedules."""
 
     stages: int
     microbatches: int
@@ -94,7 +90,7 @@ class SimulatedSchedule:
 
 
 def simulate_schedule(name: str, schedule: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
-    """Verify and simulate a ``schedule``, the passes of each rank. Raises ScheduleError and UsageError. Local."""
+    """Verify and simulate ``schedule``, a list of passes per rank. Raises ScheduleError, UsageError. Local."""
     if request.recompute and schedule.keeps:
         raise UsageError(
             f"--recompute does not work with {name}, which keeps all activations until the backward pass; remove "
@@ -129,7 +125,7 @@ def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleR
 
 
 def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
-    """Return the bubble, critical path and per-rank times and memory of ``simulated`` as JSON values. Local."""
+    """Return the bubble, critical path, and times and memory of each rank as JSON values. Local."""
     timeline = simulated.timeline
     path = timeline.critical_path()
     return {
@@ -153,7 +149,7 @@ def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 
 def text(rows: Sequence[SimulatedSchedule]) -> str:
-    """Return a text table with one row per schedule of ``rows``, and an explanation of its columns."""
+    """Return a table with one line per schedule, followed by an explanation of the columns."""
     note = """
 bubble: idle share of the slowest rank between its first and last pass; makespan rate: mean idle share of all ranks
 live, held: most micro-batches in progress, by rank; live: from F until B or I; held: from I until W"""
@@ -220,7 +216,7 @@ def bars(timeline: StepTimeline) -> list[PassBar]:
 
 
 def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
-    """Return the panel with the heading ``title`` that shows ``timeline`` and its critical path. Local."""
+    """Return a panel that shows ``timeline`` and its critical path below the heading ``title``. Local."""
     rows = bars(timeline)
     path = [
         (time_s, segment.rank)
@@ -232,7 +228,7 @@ def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
 
 
 def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Draw ``panels`` below each other, with a common time axis, into ``file``. Raises HpcdistError."""
+    """Draw ``panels`` below each other into ``file``, with a common time axis. Raises HpcdistError."""
     heights = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
     works = sorted({bar.work for panel in panels for bar in panel.bars})
@@ -269,7 +265,7 @@ def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
 
 
 def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Write ``panels`` to the JSON file ``file`` as a Chrome trace, which Perfetto can show. Raises StorageError."""
+    """Write ``panels`` to ``file`` as a JSON Chrome trace, which Perfetto can show. Raises StorageError."""
     events: list[dict[str, Any]] = []
     for process, shown in enumerate(panels):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": shown.title}})

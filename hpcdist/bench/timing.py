@@ -24,7 +24,7 @@ from hpcdist.strategies.schedule.step import Handler, StepObserver
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable Python's garbage collection inside the `with` block, so that no collection interrupts a timed call."""
+    """Disable Python's garbage collection in the ``with`` block, so that it does not disturb timed calls."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -35,7 +35,7 @@ def without_collection() -> Iterator[None]:
 
 
 def begin_torch_group(comm: Communicator, folder: Path) -> None:
-    """Start PyTorch's process group (gloo), once per process. ``folder``: directory for the rendezvous. Collective."""
+    """Start PyTorch's gloo process group once per process. ``folder``: rendezvous directory. Collective."""
     import torch.distributed as group
 
     rendezvous = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
@@ -81,7 +81,7 @@ class TimedTraining:
     def timed_step(
         self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, barrier_comm: Communicator
     ) -> tuple[StepResult, float, float, float]:
-        """Run a step after a barrier of ``barrier_comm``. Return (result, start, seconds, CPU seconds). Collective."""
+        """Run a step after a barrier. Return (result, start time, seconds, CPU seconds). Collective."""
         self._number += 1
         self.timer.timed.clear()
         barrier_comm.barrier()

@@ -35,7 +35,7 @@ from hpcdist.hdf5.overlay import pwrite_all
 
 
 class SnapshotMemory:
-    """Host memory for a copy of the tensor data that this rank saves. Pinned memory if the data is on a GPU."""
+    """Host memory for a copy of this rank's tensors. The memory is pinned if the tensors are on a GPU."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger
@@ -47,10 +47,7 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, gathering: GroupGather) -> list[BlockSource]:
-        """Copy the tensors from ``gathering`` to this memory. Return a function for each tensor that yields its bytes.
-
-        After this call, the tensors may change. The other ranks of the group must call `GroupGather.bring`.
-        """
+        """Copy the tensors of ``gathering`` to this memory. Return functions that yield the bytes of each tensor."""
         sizes = [slot.nbytes for slot in gathering.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), gathering.arrays)
         buffers, start = [], 0
@@ -100,14 +97,14 @@ def _copy_blocks(blocks: Iterator[np.ndarray], buffer: np.ndarray) -> None:
 
 
 class SnapshotFile:
-    """Temporary file in ``directory`` for a copy of the tensor data that this rank saves."""
+    """Temporary file in ``directory`` for a copy of this rank's tensors."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fd = -1
 
     def fill(self, gathering: GroupGather) -> list[BlockSource]:
-        """Copy the tensors from ``gathering`` to this file, like `SnapshotMemory.fill`. Raises StorageError."""
+        """Copy the tensors of ``gathering`` to this file, like `SnapshotMemory.fill`. Raises StorageError."""
         try:
             self._reserve(sum(slot.nbytes for slot in gathering.slots))
             sources: list[BlockSource] = []
@@ -147,7 +144,7 @@ class SnapshotFile:
 
 
 class WriterThread(threading.Thread):
-    """Thread that calls ``work``, which writes a shard file, and stores its result or error text."""
+    """Thread that calls ``work`` to write a shard file, and keeps its result or the text of its error."""
 
     def __init__(self, work: Callable[[], ShardOutcome]) -> None:
         super().__init__(name="hpcdist checkpoint", daemon=True)
@@ -163,7 +160,7 @@ class WriterThread(threading.Thread):
 
 
 class BackgroundCheckpoints:
-    """Saver of checkpoints in a background thread, one at a time. Methods are collective unless marked local."""
+    """Saves checkpoints in a background thread, one at a time. Methods are collective unless marked local."""
 
     def __init__(
         self,
@@ -186,18 +183,14 @@ class BackgroundCheckpoints:
         return self._plan is not None
 
     def numbers(self) -> np.ndarray:
-        """Return (1.0 if this rank's thread is running, 1.0 if the thread has failed), each else 0.0. Local."""
+        """Return two flags, each 0.0 or 1.0: this rank's thread is running, and it has failed. Local."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
         outcome = self._outcome if self._task is None else self._task.outcome
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Finish the previous checkpoint, then start to save the checkpoint ``plan``. Collective.
-
-        ``pieces``: this rank's tensors, which may change after this call. ``writers``: as in `group_of`. Raises
-        StorageError on all ranks if the previous save failed.
-        """
+        """Finish the previous checkpoint, then start saving the tensors ``pieces``. Raises StorageError. Collective."""
         self.finish()
         group = group_of(self._comm, writers)
         two_phase.prepare(plan, group, self._comm)
@@ -215,22 +208,22 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Start the commit if all ranks have written their shards. Return the path of a committed checkpoint, or None.
+        """Commit the checkpoint once every thread has ended. Return its path, or None before the commit.
 
-        ``sums``: results of `numbers`, summed over all ranks. Raises StorageError on all ranks if a rank failed.
+        ``sums``: sum of `numbers` over all ranks. Raises StorageError on all ranks if a thread failed.
         """
         working, failed = sums.tolist()
         return self._advance() if self.is_busy and (failed or not working) else None
 
     def finish(self) -> Path | None:
-        """Wait for the save in progress. Return the checkpoint's path, or None without a save. Raises StorageError."""
+        """Wait for the checkpoint in progress, if any, and return its path or None. Raises StorageError."""
         path = None
         while self.is_busy:
             path = self._advance()
         return path
 
     def abandon(self) -> None:
-        """Give up the save in progress after a rank died. Waits for the writer thread, ignores its errors. Local."""
+        """Wait for the writer thread, and give up its checkpoint. For use after a rank died. Local."""
         self._joined()
         self._plan = None
 

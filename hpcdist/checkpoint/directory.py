@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule that selects the checkpoints to keep, by step and validation loss."""
+    """Rule for the checkpoints to keep: the newest, some by step, and some by validation loss."""
 
     last: int = 2  # number of newest checkpoints to keep
     every_steps: int = 0  # also keep the first checkpoint at or after each multiple of this number of steps (0: none)
@@ -35,7 +35,7 @@ class Retention:
         assert self.every_steps >= 0 and self.best >= 0
 
     def kept(self, losses: Mapping[int, float]) -> set[int]:
-        """Return the steps to keep. ``losses`` maps each saved step to its validation loss (NaN if it has no loss)."""
+        """Return the steps to keep. ``losses``: {saved step: validation loss, or NaN if unknown}."""
         steps = sorted(losses)
         stay = set(steps[-self.last :])
         if self.every_steps:
@@ -56,7 +56,7 @@ def loss_of(path: Path) -> float:
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of all checkpoints, highest step first. ``.tmp`` and ``.replaced`` paths are included."""
+    """Return pairs (step, path) of all checkpoints, highest step first, with ``.tmp`` and ``.replaced`` directories."""
     if not directory.is_dir():
         return []
     preference = ["", ".replaced", ".tmp"]
@@ -69,10 +69,7 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 
 
 def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
-    """Create and return ``step-N.tmp``, for the checkpoint of ``step`` N. Raises OSError.
-
-    ``inside``: names of its subdirectories. Temporary directories of other steps are removed.
-    """
+    """Create ``step-N.tmp`` with subdirectories ``inside``, and remove other temporary directories. Raises OSError."""
     if not directory.is_dir():
         directory.mkdir(parents=True)
         atomic.sync(directory.parent)
@@ -88,10 +85,9 @@ def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
 
 
 def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path:
-    """Commit the checkpoint of ``step`` N: rename ``step-N.tmp`` to ``step-N``, and return the new path.
+    """Write the manifest ``text`` and rename ``step-N.tmp`` to ``step-N``. Return the path. Raises OSError.
 
-    ``text``: content of its manifest, written first. ``keep``: number of newest checkpoints to keep, or a `Retention`.
-    Others are removed. Raises OSError.
+    ``keep``: number of newest checkpoints to keep, or a `Retention`. Other checkpoints are removed.
     """
     temporary, final = directory / f"step-{step}.tmp", directory / f"step-{step}"
     for inside in temporary.iterdir():
@@ -110,7 +106,7 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace the content of the file ``path`` by ``text`` atomically, and wait until it is on disk. Raises OSError."""
+    """Atomically replace the content of the file ``path`` by ``text``, and sync it to disk. Raises OSError."""
     atomic.write(path, text, durable=True)
 
 

@@ -36,7 +36,7 @@ NEWER: Final = "newer"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Whole tensor in a checkpoint, which may be stored in several slices."""
+    """Whole tensor in a checkpoint, stored in one or several slices."""
 
     kind: str
     name: str
@@ -56,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Directory of a complete, damaged or unfinished checkpoint. The digests of its data are not verified."""
+    """Checkpoint directory, which may be damaged or unfinished. Its data is not verified."""
 
     path: Path
     step: int
@@ -96,7 +96,7 @@ def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
 
 
 def inspect(path: Path) -> ListedCheckpoint:
-    """Return the checkpoint at ``path`` with its state, determined from the manifest and the sizes of the files."""
+    """Return the state of the checkpoint at ``path``, according to its manifest and file sizes."""
     stem = path.name.partition(".")[0].removeprefix("step-")
     step = int(stem) if stem.isdecimal() else -1
     if path.suffix == ".tmp":
@@ -122,16 +122,13 @@ def load_usable(path: Path) -> Manifest:
 
 
 def load_parameters(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``, reduced to the model parameters. Raises StorageError."""
+    """Return the manifest of the checkpoint at ``path`` with only the model parameters. Raises StorageError."""
     loaded = manifest.load(path)
     return replace(loaded, pieces=tuple(entry for entry in loaded.pieces if entry.kind == PARAMETERS), unused=())
 
 
 def select(path: Path) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest complete checkpoint of the run in ``path``.
-
-    Raises StorageError if the run has no complete checkpoint.
-    """
+    """Return ``path`` if it is a checkpoint, else the newest complete one of the run ``path``. Raises StorageError."""
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
     for listed in list_checkpoints(path):
@@ -141,10 +138,7 @@ def select(path: Path) -> Path:
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors in the manifest ``loaded``, sorted by kind, layer and name.
-
-    ``kinds``: kinds to return, such as "parameters" or "optimizer.m", or None for all.
-    """
+    """Return the tensors in the manifest, sorted by kind, layer and name. ``kinds``: filter, e.g. {"parameters"}."""
     tensors = {
         (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
         for entry in loaded.pieces
@@ -159,7 +153,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def summary(listed: ListedCheckpoint) -> dict[str, Any]:
-    """Return the step, state and size of the checkpoint ``listed``, and the size of each kind of tensor, as JSON."""
+    """Return the step, the state, and the total size and size by tensor kind of a checkpoint as a dict for JSON."""
     loaded = listed.manifest
     figures: dict[str, Any] = {
         "path": str(listed.path),
@@ -197,7 +191,7 @@ class VerifyResult:
 
 
 def verify(path: Path) -> VerifyResult:
-    """Read and verify every byte of the checkpoint at ``path``. The result lists all damage."""
+    """Read and verify every byte of the checkpoint at ``path``. Return a list of all damage."""
     listed = inspect(path)
     loaded = listed.manifest
     if loaded is None:
@@ -290,11 +284,9 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return the checkpoints in ``run_dir`` to keep by ``rule`` and to remove. ``damaged``: also remove damaged ones.
-
-    Reads checkpoints in full, newest first, until one is intact. Raises StorageError if every checkpoint is damaged.
-    """
+def plan_pruning(run_dir: Path, rule: Retention, remove_damaged: bool) -> PrunePlan:
+    """Return a plan that keeps checkpoints by ``rule``. Raises StorageError if every checkpoint is damaged."""
+    # Checkpoints are read in full, newest first, until one is intact.
     checkpoints = [listed for listed in list_checkpoints(run_dir) if listed.path.suffix == ""]
     complete = [listed for listed in checkpoints if listed.state == COMPLETE]
     while complete and verify(complete[0].path).damage:
@@ -307,7 +299,7 @@ def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> Prune
     stay = rule.kept({listed.step: loss_of(listed.path) if rule.best else float("nan") for listed in complete})
     usable = {listed.path for listed in complete}
     doomed = [listed for listed in complete if listed.step not in stay]
-    if damaged:
+    if remove_damaged:
         doomed += [
             listed for listed in checkpoints if listed.path not in usable and listed.state in (COMPLETE, DAMAGED)
         ]
@@ -316,7 +308,7 @@ def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> Prune
 
 
 def prune(plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
-    """Remove the ``doomed`` checkpoints of ``plan``. Return (removed paths, {path that remains: error text})."""
+    """Remove the ``doomed`` checkpoints. Return the removed paths, and {path that remains: error text}."""
     gone, failed = [], {}
     for checkpoint in plan.doomed:
         try:

@@ -31,13 +31,13 @@ _held_locks: dict[Path, "RunLock"] = {}  # the locks of this process, by directo
 
 
 def lost(directory: Path) -> str:
-    """Return the reason why this process lost its lock on ``directory``, or "" if it did not lose a lock. Local."""
+    """Return the reason why this process lost its lock on ``directory``, or "" if the lock is not lost. Local."""
     lock = _held_locks.get(directory.resolve())
     return "" if lock is None else lock.lost()
 
 
 def is_held(directory: Path) -> bool:
-    """Return True if a live process seems to hold the lock on ``directory``. Local; changes no file."""
+    """Return True if a live process seems to hold the lock on ``directory``. Changes no file. Local."""
     path = directory / LOCK_FILE
     try:
         if time.time() - path.stat().st_mtime >= STALE_S:
@@ -51,7 +51,7 @@ def is_held(directory: Path) -> bool:
 
 
 class RunLock:
-    """Lock of a run directory, for the rank that commits checkpoints. After a crash, the lock file remains."""
+    """Lock file of a run directory, held by the rank that commits checkpoints."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self.identity = _identity(environment)  # description of this process, as stored in its lock file
@@ -59,10 +59,9 @@ class RunLock:
         self._ended = threading.Event()
 
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
-        """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
+        """Lock ``directory``. Raises StorageError with the advice ``otherwise`` if another process holds the lock.
 
-        If the other process may be dead, wait for its heartbeat, unless the keyword ``waits`` is False. The keyword
-        ``otherwise`` is advice for the error message.
+        ``waits``: if the other process may be dead, wait for its heartbeat first.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
@@ -95,7 +94,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="hpcdist lock", daemon=True).start()
 
     def lost(self) -> str:
-        """Return an error text on the process that took over this lock, or "" if this process still holds it."""
+        """Return an error text if another process has taken over this lock, else ""."""
         path = self._path
         if path is None:
             return ""
@@ -115,10 +114,7 @@ class RunLock:
         )
 
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
-        """Lock ``directory`` in place of a dead process. ``predecessor``: content of the lock file of that process.
-
-        Does nothing if this process already holds the lock. Raises StorageError if another process holds the lock.
-        """
+        """Take the lock of a dead process. ``predecessor``: content of its lock file. Raises StorageError."""
         if self._path is not None:
             return
         holder, _ = _read_holder(directory / LOCK_FILE)
@@ -223,7 +219,7 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
 
 
 def is_dead(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
-    """Return True if the lock's holder has ended. Arguments: `RunLock.identity` of the holder and of this process."""
+    """Return True if the process ``holder`` has ended. Both arguments are of the form `RunLock.identity`."""
     if identity["job"] and holder.get("job") == identity["job"] and holder.get("restarts") != identity["restarts"]:
         return True  # the batch system restarts a job only after its earlier start has ended
     return _is_visible(holder, identity) and _started(holder.get("pid")) != holder.get("started")

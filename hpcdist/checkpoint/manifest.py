@@ -54,7 +54,7 @@ class NewerVersionError(StorageError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Description, without the data, of a tensor or slice of a tensor that one rank saves."""
+    """Description of a tensor, or a slice of a tensor, that one rank saves: name, shape, dtype and range."""
 
     kind: str
     tensor: str
@@ -65,7 +65,7 @@ class Slot:
 
     @classmethod
     def of(cls, piece: Piece) -> "Slot":
-        """Return the `Slot` that describes ``piece``."""
+        """Return the description of the tensor slice ``piece``."""
         flat = piece.flat.start, piece.flat.stop
         return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
 
@@ -75,7 +75,7 @@ class Slot:
         return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
 
     def blocks(self) -> list[int]:
-        """Return the sizes in bytes of the blocks in which the data is stored."""
+        """Return the sizes in bytes of the blocks that store the data."""
         return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
 
     def stored_shape(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class StoredPiece(Slot):
-    """Slice of a tensor that is stored at byte ``offset`` of ``file``. ``digests``: xxh3-128 hash of each block."""
+    """Tensor slice stored at byte ``offset`` of ``file``. ``digests``: xxh3-128 hash of each block."""
 
     file: str
     dataset: str
@@ -102,13 +102,13 @@ class StoredPiece(Slot):
         return f"{self.kind}/{self.tensor}"
 
     def runs(self) -> Runs:
-        """Return the ranges of stored elements, as indices into the flattened tensor."""
+        """Return the ranges of stored elements in the flattened tensor."""
         return runs(self.shape, self.box, Range(*self.flat))
 
 
 @dataclass(frozen=True)
 class IndexFile:
-    """HDF5 file of virtual datasets that shows whole tensors to users and tools. A restore does not need it."""
+    """HDF5 file of virtual datasets that presents whole tensors to users and tools. A restore does not read it."""
 
     file: str
     nbytes: int
@@ -139,14 +139,14 @@ class _Shards(_Header):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(_Shards):
-    """Content of a checkpoint's ``manifest.json``: the stored slices of tensors, the shard files, and their digests."""
+    """Content of ``manifest.json``: the tensor slices, shard files and digests of a checkpoint."""
 
     scalars: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)  # description of the run
 
 
 def inconsistency(manifest: Manifest) -> str:
-    """Return the reason why ``manifest`` is invalid, to be printed after its file name, or "" if it is valid."""
+    """Return the reason why ``manifest`` is invalid, or "" if it is valid. The text continues a file name."""
     if not (0 <= manifest.step < MAX_SIZE and 1 <= manifest.world < MAX_SIZE):
         return f"is not valid: step {_short(manifest.step)} of {_short(manifest.world)} ranks"
     for name, size in manifest.files.items():
@@ -225,9 +225,9 @@ def build(
     pieces: Iterable[StoredPiece],
     about: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Return the manifest of a checkpoint. Raises StorageError if ``pieces`` lack an element of a tensor.
+    """Return a new manifest. Raises StorageError if the stored slices ``pieces`` do not cover every tensor.
 
-    ``world``: number of ranks. ``scalars``: JSON values to restore. ``files``: bytes of each shard. ``about``:
+    ``world``: number of ranks. ``scalars``: JSON values to restore. ``files``: {shard file: size in bytes}. ``about``:
     description of the run.
     """
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
@@ -275,13 +275,13 @@ def encode(manifest: Manifest) -> str:
 
 
 def seal(body: dict[str, Any]) -> str:
-    """Return the text of a manifest: ``body`` followed by its digest."""
+    """Return ``body``, the fields of a manifest, as JSON text that ends with their digest."""
     text = _canonical(body)
     return f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
 
 
 def digest_of(body: dict[str, Any]) -> str:
-    """Return the digest of ``body``, the content of a manifest without its digest."""
+    """Return the digest of ``body``, the fields of a manifest without the digest."""
     return xxhash.xxh3_128_hexdigest(_canonical(body).encode())
 
 
@@ -290,7 +290,7 @@ def _canonical(body: dict[str, Any]) -> str:
 
 
 def load(directory: Path) -> Manifest:
-    """Return the manifest in ``directory``, checked without reading shards. Raises StorageError if it is invalid."""
+    """Return the manifest in ``directory``, without reading shards. Raises StorageError if it is invalid."""
     # All pieces lie inside their tensors and shards, even if someone manipulated the file.
     path = directory / FILE_NAME
     try:
@@ -342,7 +342,7 @@ def _read(path: Path) -> bytes:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``pairs``, the (key, value) pairs of a JSON object, as a dict. Raises ValueError for a repeated key."""
+    """Return the JSON object with the (key, value) ``pairs`` as a dict. Raises ValueError for a repeated key."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError(

@@ -36,12 +36,12 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return a list that is equal for ``pieces`` with equal names, shapes, ranges and dtypes."""
+    """Return a list that is equal for tensor slices with the same names, shapes, ranges and dtypes."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
 class CopyLayout:
-    """Layout of an in-memory copy: ``ranges[i]`` is the byte range of ``pieces[i]``. ``scalars``: JSON, encoded."""
+    """Layout of an in-memory copy: tensor slice ``pieces[i]`` has the bytes ``ranges[i]``. ``scalars`` is JSON text."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)
@@ -67,36 +67,32 @@ class MemoryCopy:
         return int(self._head[_STEP]) - 1  # fresh memory is zero, which means incomplete
 
     def drop(self) -> None:
-        """Mark the copy as incomplete. Call this before overwriting it with a state of the same layout."""
+        """Mark the copy as incomplete, before a state of the same layout overwrites it."""
         self.lay_out(*self._laid_out)  # also writes the sizes, since the head may have been damaged in memory
 
     def finish(self, step: int) -> None:
         """Mark the copy as the complete state after ``step``."""
         self._head[_STEP] = step + 1
 
-    def lay_out(self, nbytes: int, room: int, names: int) -> None:
-        """Write the sizes of this copy's sections to its header, and mark the copy as incomplete.
-
-        ``nbytes``: bytes of tensor data. ``room``: bytes reserved for the JSON scalars. ``names``: bytes of the JSON
-        descriptions of the tensors.
-        """
-        self._laid_out = nbytes, room, names
+    def lay_out(self, tensor_bytes: int, scalar_bytes: int, description_bytes: int) -> None:
+        """Write the sizes of the sections in bytes to the header, and mark the copy as incomplete."""
+        self._laid_out = tensor_bytes, scalar_bytes, description_bytes
         self._head[_STEP] = 0
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, layout: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare this memory for copies of ``pieces`` in the given ``layout``."""
+        """Prepare this memory for copies of the tensor slices ``pieces``."""
         self.lay_out(*layout.sizes)
         self._moves = list(_moves(layout, pieces, self.data))
 
-    def front(self, names: bool) -> np.ndarray:
-        """Return a view of this copy without tensor data. ``names``: include the descriptions of the tensors."""
+    def front(self, with_descriptions: bool) -> np.ndarray:
+        """Return a view of this copy without tensor data. ``with_descriptions``: include tensor descriptions."""
         nbytes, room, _ = self._sizes()
-        return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
+        return self.memory[: _front(*self._sizes()) if with_descriptions else _texts(nbytes) + room]
 
     @property
     def data(self) -> np.ndarray:
-        """View of the bytes of all pieces in this copy."""
+        """View of the bytes of all tensors in this copy."""
         start = _front(*self._sizes())
         return self.memory[start : start + int(self._head[_NBYTES])]
 
@@ -104,7 +100,7 @@ class MemoryCopy:
         return int(self._head[_NBYTES]), int(self._head[_ROOM]), int(self._head[_NAMES])
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[int]:
-        """Copy ``pieces`` and their digests to this memory. Yield the total of copied bytes after each block."""
+        """Copy tensor slices and their digests to this memory. After each block, yield the number of copied bytes."""
         data, digests = self.data, self._digests()
         arrays = [piece.array for piece in pieces]
         for index, block in enumerate(cut(Range(0, data.size), BLOCK_BYTES)):
@@ -118,10 +114,7 @@ class MemoryCopy:
             yield block.stop
 
     def write_texts(self, layout: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write the encoded JSON ``scalars`` and the descriptions of the tensors in ``layout``, with their digest.
-
-        ``step``: training step after which the state is copied; the digest covers it, too.
-        """
+        """Write the JSON text ``scalars``, the tensor descriptions, and their digest for training ``step``."""
         start = _texts(layout.sizes[0])
         self._head[_SCALARS] = len(scalars)
         self.memory[start : start + len(scalars)] = np.frombuffer(scalars, np.uint8)
@@ -130,7 +123,7 @@ class MemoryCopy:
         self.memory[_HEAD - _DIGEST : _HEAD] = np.frombuffer(self._front_digest(step), np.uint8)
 
     def damage(self) -> str:
-        """Return a text on the damaged bytes of this complete copy, or "" if all digests match."""
+        """Return an error text about the first damaged bytes of this complete copy, or "" if all digests match."""
         if not self._is_sound() or self.memory[_HEAD - _DIGEST : _HEAD].tobytes() != self._front_digest(self.step):
             return "its names or scalars do not match their digest"
         data = self.data
@@ -140,13 +133,13 @@ class MemoryCopy:
         return ""
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars in this copy, a dict of JSON values."""
+        """Return the dict of JSON scalars in this copy."""
         start = _texts(int(self._head[_NBYTES]))
         scalars: dict[str, Any] = json.loads(self.memory[start : start + int(self._head[_SCALARS])].tobytes())
         return scalars
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces in this copy, as views of its memory."""
+        """Return the tensors in this copy, as views of its memory."""
         slots, data = self._slots(), self.data
         return [
             Piece(s.kind, s.tensor, s.shape, s.box, Range(*s.flat), data[where.slice].view(dtype_of(s.dtype)))
@@ -197,9 +190,9 @@ def _front(nbytes: int, room: int, names: int) -> int:
     return align_up(_texts(nbytes) + room + names, ALIGN_BYTES)
 
 
-def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the total size of a `MemoryCopy` in bytes. The arguments are the sizes of `MemoryCopy.lay_out`. Local."""
-    return _front(nbytes, room, names) + nbytes
+def memory_bytes(tensor_bytes: int, scalar_bytes: int, description_bytes: int) -> int:
+    """Return the total size of a `MemoryCopy` in bytes, for the sizes of its sections. Local."""
+    return _front(tensor_bytes, scalar_bytes, description_bytes) + tensor_bytes
 
 
 def _byte_ranges(slots: Sequence[Slot]) -> tuple[list[Range], int]:

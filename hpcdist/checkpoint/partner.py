@@ -31,10 +31,7 @@ MESSAGE_BYTES: Final = 16 << 20  # a multiple of the digested blocks
 
 
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
-    """Return a list: item r is the rank that keeps a copy of the state of rank r. Local.
-
-    ``members``: list of ranks for each node.
-    """
+    """Return the partner of each rank, which keeps a copy of its state. ``members``: ranks of each node. Local."""
     nodes = sorted(members, key=len, reverse=True)
     order = [rank for node in nodes for rank in node]
     partners, largest, others = [0] * len(order), len(nodes[0]), order[len(nodes[0]) :]
@@ -64,20 +61,20 @@ class CopyGeneration:
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Return True if the allocated memory fits copies of ``pieces`` and of the encoded JSON ``scalars``."""
+        """Return True if the memory fits copies of the tensor slices ``pieces`` and of the JSON text ``scalars``."""
         layout = self.layout
         return layout is not None and len(scalars) <= layout.room and signature(pieces) == layout.signature
 
 
 class HeldCopies:
-    """Copies of ranks' states in this rank's memory, readable after the communicator failed. Methods are local."""
+    """Copies of ranks' states in this rank's memory. They outlive the communicator. Methods are local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.generations = [CopyGeneration(), CopyGeneration()]
 
     def held(self) -> list[tuple[int, int, bool]]:
-        """Return a triple for each complete copy: (training step, rank of the state, True if in shared memory)."""
+        """Return (step, rank of the state, True if in shared memory) for each complete copy."""
         return [
             (copy.step, owner, generation.shared)
             for generation in self.generations
@@ -86,13 +83,13 @@ class HeldCopies:
         ]
 
     def find(self, step: int, owner: int) -> MemoryCopy:
-        """Return the complete copy of the state of rank ``owner`` after the training step ``step``."""
+        """Return the complete copy of the state of rank ``owner`` after training step ``step``."""
         copies = (generation.of.get(owner) for generation in self.generations)
         return next(copy for copy in copies if copy is not None and copy.step == step)
 
 
 class PartnerStore:
-    """Store that copies each rank's state to the memory of a partner rank of ``comm``, if possible on another node."""
+    """Copies the state of each rank to the memory of a partner rank of ``comm``, on another node if possible."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
@@ -100,10 +97,7 @@ class PartnerStore:
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        """Copy this rank's state after the training step ``step`` to its memory and to its partner rank. Collective.
-
-        ``pieces``: its tensors. ``scalars``: its JSON values. After an error, the previous copies are still complete.
-        """
+        """Copy this rank's tensors and scalars after ``step`` to its memory and to its partner rank. Collective."""
         encoded = json.dumps(scalars).encode()
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
         changed = np.array([0.0 if target.takes(pieces, encoded) else 1.0])
@@ -183,7 +177,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Training state after ``step``, recovered from copies. ``held``: the recovered pieces on this rank."""
+    """Training state after ``step``, recovered from copies. ``held``: the recovered tensors on this rank."""
 
     step: int
     scalars: dict[str, Any]
@@ -191,10 +185,10 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state of which intact copies of all ranks exist, or None. Collective over ``comm``.
+    """Return the newest state with intact copies of all ranks, or None. Collective over ``comm``.
 
-    ``old_rank``: rank of this process before the failure. ``copies``: copies in its memory. Both are None for a new
-    process. The returned pieces share the memory of ``copies``.
+    ``old_rank``: rank of this process before the failure. ``copies``: copies in its memory, which the result shares.
+    Both are None in a new process.
     """
     assert old_rank == (None if copies is None else copies.rank), (
         f"the copies are those of another rank than {old_rank}"

@@ -39,14 +39,14 @@ MAX_OPEN_FILES: Final = 64  # limits the descriptors of a rank that restores fro
 
 
 def file_name(writer: int, writers: int) -> str:
-    """Return the relative path of shard number ``writer`` of ``writers``. Neighbours are in different folders."""
+    """Return the relative path of shard number ``writer`` of ``writers``."""
     name = f"shard-{writer:05d}.h5"
     spread = directories(writers)
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
 
 
 def directories(writers: int) -> list[str]:
-    """Return the names of the subdirectories for ``writers`` shards, or [] if few shards need no subdirectory."""
+    """Return the names of the subdirectories for ``writers`` shards; [] for few shards."""
     if writers <= PER_DIRECTORY:
         return []
     # The smallest power of two of directories with at most PER_DIRECTORY shards each.
@@ -62,7 +62,7 @@ class DamagedError(StorageError):
 
 
 class BlockReader:
-    """Context manager that reads blocks of the shards in ``directory`` and compares them with their digests."""
+    """Context manager that reads blocks of the shards in ``directory`` and verifies their digests."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -78,10 +78,7 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read and verify block number ``block`` of ``entry``, and return its size in bytes. Raises DamagedError.
-
-        ``take(first, elements)`` is called for consecutive elements of the block. ``first``: index in ``entry``.
-        """
+        """Read and verify block number ``block`` of ``entry``. Return its size in bytes. Raises DamagedError."""
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
         byte_range = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"
@@ -138,7 +135,7 @@ class BlockReader:
 
 
 def read_fully(fd: int, view: memoryview, start: int) -> int:
-    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the bytes read: fewer at the end of the file."""
+    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the number of bytes read before the file's end."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):
         done += read
@@ -146,7 +143,7 @@ def read_fully(fd: int, view: memoryview, start: int) -> int:
 
 
 def size_mismatch(directory: Path, manifest: Manifest) -> str:
-    """Return an error text on the first shard in ``directory`` that is missing or has a wrong size, or ""."""
+    """Return an error text about the first shard that is missing or has a wrong size, or ""."""
     for name, size in manifest.files.items():
         try:
             actual = (directory / name).stat().st_size
@@ -162,7 +159,7 @@ TAG: Final = 0
 
 
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
-    """Yield the bytes of ``array`` in blocks. ``array`` is on the host, on a GPU, or a `FileSlice`. Local."""
+    """Yield the bytes of ``array``, which is on the host, on a GPU, or a `FileSlice`, in blocks. Local."""
     if isinstance(array, FileSlice):
         return _of_file(array)
     return _of_device(array) if backend.is_device(array) else _of_host(array)
@@ -204,7 +201,7 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Receiver of blocks from rank ``peer``, with two buffers. ``sizes``: bytes of each block."""
+    """Receiver of blocks of ``sizes`` bytes from rank ``peer``, with two buffers."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -237,10 +234,7 @@ class IncomingBlocks:
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send ``arrays`` to rank ``peer`` in blocks of ``sizes`` bytes. Return an error text, or "" on success.
-
-    If an array cannot be read from its file, zeros are sent instead.
-    """
+    """Send ``arrays`` to rank ``peer`` in blocks of ``sizes`` bytes. Return an error text, or "" on success."""
     sent, error = 0, ""
     try:
         for array in arrays:
@@ -255,7 +249,7 @@ def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Seq
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the names of the HDF5 datasets for ``slots``."""
+    """Return the HDF5 dataset name of each slot."""
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -270,10 +264,7 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 
 
 def first_holders(slots_by_rank: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return a list of flags for each rank: True for each of its slots that it must write.
-
-    ``slots_by_rank[r]``: slots of rank r. The lowest rank that has a slot writes the slot.
-    """
+    """Return flags for the slots of each rank: True if it is the lowest rank that has this slot, and must write it."""
     seen: set[Slot] = set()
     flags = []
     for slots in slots_by_rank:
@@ -285,7 +276,7 @@ def first_holders(slots_by_rank: Sequence[Sequence[Slot]]) -> list[list[bool]]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shard files that one writer has written or hard-linked for a checkpoint."""
+    """Shard files that one writer rank has written or hard-linked for a checkpoint."""
 
     files: dict[str, int] = field(default_factory=dict)  # size in bytes
     entries: Sequence[StoredPiece] = ()  # tensor data of this checkpoint in the files
@@ -330,8 +321,8 @@ def write(
 ) -> WrittenShards:
     """Write the shard ``name`` in ``directory``, and return its description. Raises StorageError.
 
-    ``slots``: datasets of the shard. ``sources[i]``: function that yields the bytes of ``slots[i]``. ``about``:
-    attributes of the file. ``opens``: function that creates the file.
+    ``sources[i]``: function that yields the bytes of ``slots[i]``. ``about``: attributes of the file. ``opens``:
+    function that creates the file.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)
@@ -358,10 +349,7 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write an HDF5 index file that shows ``entries`` as whole tensors. Return its description.
-
-    On failure, or if there are too many entries, return None. A failure is printed to stderr.
-    """
+    """Write an HDF5 index file that presents ``entries`` as whole tensors. Return its description, None on failure."""
     pieces = [entry for entry in entries if entry.nbytes]
     if len(pieces) > MAX_INDEX_PIECES:
         return None

@@ -28,15 +28,11 @@ FOLDER: Final = "checkpoints"
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of an array that is distributed over the ranks.
-
-    ``start``: index of the part's first element in the whole array. ``shape``: shape of the whole array. By default,
-    parts are rows in rank order. Raises UsageError for an invalid ``start`` or ``shape``.
-    """
+    """This rank's part of a distributed array. By default, the parts are rows in rank order. Raises UsageError."""
 
     array: Array
-    start: tuple[int, ...] | None = None
-    shape: tuple[int, ...] | None = None
+    start: tuple[int, ...] | None = None  # index of the part's first element in the whole array
+    shape: tuple[int, ...] | None = None  # of the whole array
 
     def __post_init__(self) -> None:
         if (self.start is None) != (self.shape is None):
@@ -73,8 +69,7 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
     """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over the keyword ``comm``.
 
     ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
-    value of rank 0. The keyword ``step`` is by default the newest step + 1. Raises UsageError for invalid arguments,
-    and StorageError on all ranks if a rank cannot write.
+    value of rank 0. ``step``: by default the newest step + 1. Raises UsageError, or StorageError on all ranks.
     """
     # Until this program ends, no other job can save in ``directory``.
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
@@ -98,10 +93,10 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over the keyword ``comm``.
+    """Return the newest intact checkpoint in ``directory`` as a dict, or None. Collective over the keyword ``comm``.
 
-    ``state``: dict of arrays to fill, whole or `Sharded`. None: every rank gets all arrays, as new numpy arrays.
-    Damaged checkpoints are reported and skipped. Raises StorageError if an array is missing or different.
+    ``state``: dict of arrays to fill, whole or `Sharded`. None: return all arrays in full on every rank. Raises
+    StorageError if an array is missing or has another shape or dtype.
     """
     where = communicator_of(comm)
 
@@ -112,7 +107,7 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
 
 
 def is_array(value: object) -> bool:
-    """Return True if ``value`` is saved as an array, and False if as JSON. Local."""
+    """Return True if ``value`` is saved as an array, False if it is saved as JSON. Local."""
     return isinstance(value, Sharded | np.ndarray | np.generic) or backend.is_device(value)
 
 

@@ -47,7 +47,7 @@ class MountedFileSystem:
 
 @dataclass(frozen=True)
 class StripePlan:
-    """Command that stripes a directory, and the reason for it."""
+    """Command that stripes a directory, and the reason for the choice."""
 
     system: MountedFileSystem
     command: tuple[str, ...]  # empty if the directory is not to be striped
@@ -60,7 +60,7 @@ class StripePlan:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
-    """Return the file system of ``path``. ``mounts``: path of the mount table."""
+    """Return the file system of ``path``, according to the mount table file ``mounts``."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -95,11 +95,7 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
 
 
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
-    """Return the number of storage servers over which to stripe each shard of a checkpoint.
-
-    ``nbytes``: size of the checkpoint. ``writers``: number of shards. ``servers``: number of servers, or None if it is
-    unknown.
-    """
+    """Return the number of storage servers per shard. ``servers``: number of servers, or None if it is unknown."""
     shard = -(-nbytes // max(1, writers))
     limit = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
     count = max(1, min(shard // PER_STRIPE_BYTES, limit), -(-shard // MAX_BYTES_PER_STRIPE))
@@ -163,7 +159,7 @@ def _servers(directory: Path) -> int | None:
 
 
 def apply(stripe_plan: StripePlan) -> str:
-    """Run the command of ``stripe_plan``, if there is a command. Return an error text, or "" on success."""
+    """Run the command of ``stripe_plan``, if any. Return an error text, or "" on success."""
     if not stripe_plan.command:
         return ""
     result = _run(stripe_plan.command)

@@ -35,7 +35,7 @@ MAX_UNUSED_RATIO: Final = 8
 
 @dataclass
 class IncrementalWriter:
-    """Writer of shards that writes only changed tensor data, and hard-links older shards for unchanged data."""
+    """Writer of shards that writes only changed tensor data. For unchanged data, it hard-links older shards."""
 
     directory: Path | None = None  # of the last checkpoint
     entries: dict[Slot, StoredPiece] = field(default_factory=dict)  # its stored data
@@ -44,17 +44,14 @@ class IncrementalWriter:
 
     def write(
         self,
-        directories: tuple[Path, Path],
+        directories: tuple[Path, Path],  # temporary and final path of the checkpoint
         name: str,
         slots: Sequence[Slot],
         sources: Sequence[BlockSource],
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
-
-        ``directories``: (temporary, final) path of the checkpoint. Other arguments: see `shard.write`.
-        """
+        """Like `shard.write`, but hard-link older shards for unchanged tensor data. Local."""
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
         new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
@@ -118,7 +115,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group of ranks whose tensors the group's first rank writes into one shard."""
+    """Group of ranks whose first rank writes the tensors of all its ranks to one shard."""
 
     comm: Communicator | None  # None: a single rank
     index: int  # number of the group
@@ -134,9 +131,9 @@ _GROUPS: Final = PerCommunicator[str, WriterGroup]()  # by the argument ``writer
 
 
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
-    """Return the group of ranks that share a shard with this rank. The first call is collective over ``comm``.
+    """Return the group of ranks that write the same shard as this rank. The first call is collective over ``comm``.
 
-    ``writers``: "rank" for one group per rank, "node" for one per node, or a number of groups.
+    ``writers``: "rank" for one group per rank, "node" for one group per node, or a number of groups.
     """
     count = comm.size
     if writers.isdecimal():
@@ -155,10 +152,9 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of ``pieces`` on the writer rank of ``group``. Collective construction over the group.
+    """Gather of the tensors ``pieces`` on the writer rank of ``group``. Collective construction over the group.
 
-    The writer calls each function of `sources` once, in order, and then `end`, even after an error. Other ranks call
-    `bring`.
+    The writer calls each function of `sources` once, in order, and then always `end`. Other ranks call `bring`.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -177,11 +173,11 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """Descriptions of the data in this group's shard, ordered by rank."""
+        """Descriptions of the tensor data in this group's shard, ordered by rank."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
-        """Return a function for each of `slots`, which yields its bytes in blocks."""
+        """Return a function for each of `slots`. It yields the bytes of the slot in blocks."""
         local_sources: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
         return local_sources + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
@@ -200,21 +196,21 @@ class GroupGather:
         return self._incoming
 
     def bring(self) -> str:
-        """Send this rank's pieces to the writer rank of its group. Return an error text, or "" on success."""
+        """Send this rank's tensors to the writer rank of its group. Return an error text, or "" on success."""
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
         return send_blocks(self._group.comm, 0, self.arrays, sizes)
 
     def end(self) -> None:
-        """Receive and discard the data not read yet, so that the sending ranks can continue. For the writer only."""
+        """Receive and discard the remaining data, so that the sending ranks can continue. For the writer only."""
         if len(self._slots) > 1:
             self._arriving(len(self._slots) - 1).drain()
 
 
 @dataclass(frozen=True)
 class ShardOutcome:
-    """Result of the save on one rank."""
+    """Result of saving a shard on one rank."""
 
     error: str = ""  # "" on success
     written: WrittenShards | None = None  # None if this rank is not a writer
@@ -254,10 +250,10 @@ def save(
     writers: str = "rank",
     about: dict[str, Any] | None = None,
 ) -> Path:
-    """Save the checkpoint of ``step`` N and return its path ``directory/step-N``. Collective over ``comm``.
+    """Save the checkpoint ``directory/step-N`` of ``step`` N, and return its path. Collective over ``comm``.
 
-    ``pieces``: this rank's tensors. ``scalars``: JSON values of rank 0. ``keep``: number of newest checkpoints to keep,
-    or a rule. Raises StorageError on all ranks if a rank cannot write; existing checkpoints are then unchanged.
+    ``scalars``: JSON values of rank 0. ``keep``: number of newest checkpoints to keep, or a rule. Raises StorageError
+    on all ranks if a rank cannot write.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
@@ -269,11 +265,7 @@ def save_planned(
     writers: str,
     incremental: IncrementalWriter | None = None,
 ) -> Path:
-    """Save the checkpoint ``plan`` and return its path. Collective over ``comm``.
-
-    ``pieces``: this rank's tensors. ``writers``: as in `group_of`. ``incremental``: writer of changed data only, for
-    ``writers`` "rank", or None to write all data.
-    """
+    """Save the tensors ``pieces`` as checkpoint ``plan``. Return its path. ``writers``: see `group_of`. Collective."""
     group = group_of(comm, writers)
     prepare(plan, group, comm)
     gathering = GroupGather(group, pieces)
@@ -308,11 +300,7 @@ def write(
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write the shard of ``group``, and return the result or the error. Local.
-
-    ``sources[i]``: function that yields the bytes of ``slots[i]``. ``incremental``: writer of changed data only, or
-    None to write all data.
-    """
+    """Write the shard of ``group``, and return the result or the error. ``sources``: see `shard.write`. Local."""
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
     try:
@@ -326,7 +314,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return the results of all ranks; ranks other than 0 get only their error texts. Collective."""
+    """Return the results of all ranks on rank 0; other ranks get only the error texts. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:
@@ -348,10 +336,7 @@ def agree(comm: Communicator, error: str) -> None:
 
 
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
-    """Commit the checkpoint ``plan`` if no rank has an error. Return an error text, or "" on success. Local.
-
-    ``outcomes``: results of all ranks. After an error, the temporary directory is removed.
-    """
+    """Commit ``plan`` if no rank has an error, else remove its temporary files. Return an error text, or "". Local."""
     # If another job has taken over the directory, the unfinished checkpoint is not removed.
     taken = lost(plan.directory.parent)
     if taken:

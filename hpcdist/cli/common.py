@@ -29,7 +29,7 @@ set_option = click.option(
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return a decorator that applies several click options to a command. ``*options``: decorators, in help order."""
+    """Return a decorator that applies several click ``options`` to a command, in help order."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -56,7 +56,7 @@ BYTE_SIZE: Final = Parsed("size", parse_bytes)  # 4096, 16K, 1M, 2G
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise MissingCapabilityError, UsageError or StorageError if no plot can be saved as ``file``, if any."""
+    """Raise MissingCapabilityError, UsageError or StorageError if a plot cannot be saved as ``file``."""
     if file is not None:
         from hpcdist.reporting import plotting
 

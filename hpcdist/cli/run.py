@@ -193,10 +193,6 @@ class _Launch:
         *,
         repeated: bool = False,
     ) -> supervisor.LaunchOutcome:
-        """Start ``command`` on the ranks, wait for its end, and return the outcome. Print the first failure of a rank.
-
-        ``mask``: signal mask of the launcher. ``where``: launcher options that select nodes for a restart.
-        """
         # ``repeated``: the caller restarts failed jobs.
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -337,10 +333,10 @@ def _train_options(command: Sequence[str]) -> dict[str, Any]:
 def check_training(
     command: Sequence[str], ranks: int | None, survive: str | None, spares: int, *, elsewhere: bool
 ) -> None:
-    """Raise the errors of the `hpcdist train` line ``command`` that can be found before its ranks start. Local.
+    """Raise errors of the `hpcdist train` line ``command`` that can be detected before its ranks start. Local.
 
-    ``ranks``: number of training ranks, or None if it is unknown. ``survive``, ``spares``: values of these options. The
-    keyword ``elsewhere`` is True if the ranks may see other files, as in a container.
+    ``ranks``: number of training ranks, or None if unknown. ``elsewhere``: the ranks may see other files, as in a
+    container.
     """
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements
@@ -386,7 +382,7 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return {name of each complete checkpoint: its write time in ns}, newest first. Does not load HDF5."""
+    """Return {name of each complete checkpoint: its write time in ns}, newest first."""
     written_ns = {}
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")

@@ -13,7 +13,12 @@ from hpcdist.reporting.schema import toml_lines
 from hpcdist.reporting.table import aligned
 
 
-@click.command("modulefile")
+@click.group("site")
+def command() -> None:
+    """Show site profiles; write modulefiles, wheelhouses, and files for Prometheus and Grafana."""
+
+
+@command.command("modulefile")
 @click.option(
     "--kind",
     type=click.Choice(["lua", "tcl", "both"]),
@@ -104,7 +109,7 @@ def parse_variables(texts: tuple[str, ...]) -> dict[str, str]:
     return variables
 
 
-@click.command("wheelhouse")
+@command.command("wheelhouse")
 @click.option("--output", required=True, metavar="DIR", type=DIRECTORY, help="New folder to write the wheelhouse into.")
 @click.option("--extra", "extras", multiple=True, metavar="NAME", help="Extra of hpcdist, e.g. cuda12x; repeatable.")
 @click.option(
@@ -156,7 +161,7 @@ def wheelhouse(**order: Any) -> None:
     click.echo(collected.folder)
 
 
-@click.command("monitoring")
+@command.command("monitoring")
 @click.option("--output", required=True, metavar="DIR", type=DIRECTORY, help="Folder to write the files into.")
 @click.option("--force", is_flag=True, help="Overwrite existing files with different content.")
 def monitoring(output: Path, force: bool) -> None:
@@ -169,11 +174,6 @@ def monitoring(output: Path, force: bool) -> None:
     regular.save_all(files, force=force)
     for path in files:
         click.echo(path)
-
-
-@click.group("site")
-def command() -> None:
-    """Show site profiles; write modulefiles, wheelhouses, and files for Prometheus and Grafana."""
 
 
 @command.command("list")
@@ -214,8 +214,3 @@ def show(named: str | None, as_json: bool) -> None:
     for name, table in jsonable(site).items():
         for line in toml_lines(table) if isinstance(table, dict) else ():
             click.echo(f"{name}.{line}")
-
-
-command.add_command(modulefile)
-command.add_command(wheelhouse)
-command.add_command(monitoring)

@@ -64,7 +64,7 @@ def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, 
 
 
 def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
-    """Return the recipe that ``options`` of `hpcdist train` describe. Local. Raises ConfigurationError, UsageError."""
+    """Return the recipe for ``options`` of `hpcdist train`. Raises ConfigurationError, UsageError. Local."""
     from hpcdist.training.recipe import recipe as recipes
 
     overrides: tuple[str, ...] = options["overrides"]
@@ -99,7 +99,7 @@ def grow(run_dir: Path, ranks: int) -> None:
 
 
 def check_can_grow(run_dir: Path) -> None:
-    """Raise ConfigurationError unless a running training in ``run_dir`` allows new ranks. Raises StorageError."""
+    """Raise ConfigurationError unless a running training in ``run_dir`` accepts new ranks. Raises StorageError."""
     from hpcdist.checkpoint.lock import LOCK_FILE
     from hpcdist.comm.record import run_journal
     from hpcdist.constants import RECIPE_FILE

@@ -15,7 +15,7 @@ __all__ = ["configure", "usage", "window"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use, so that importing this package loads no MPI."""
+    """Import a public name on first use: importing this package then loads no MPI."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("hpcdist.energy.phases"), name)

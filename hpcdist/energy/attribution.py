@@ -30,7 +30,7 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return possible update times of an energy counter: a list of pairs of arrays (earliest, latest), in ns.
+    """Return pairs of arrays (earliest, latest) of possible update times of an energy counter, in ns.
 
     ``seen_ns[i]``: time of the first reading after update i. ``before_ns[i]``: time of the preceding reading.
     ``update_s``: expected seconds between updates, or NaN.
@@ -136,10 +136,7 @@ class _SourceSums:
 
 
 class Attribution:
-    """Estimate of the joules of each training phase on one node. All methods are local.
-
-    ``sensor_of(name, kind)``: function that returns the `PowerSensor` of an energy counter.
-    """
+    """Estimate of the joules of each training phase on one node. ``sensor_of`` returns a counter's `PowerSensor`."""
 
     def __init__(self, sensor_of: Callable[[str, str], PowerSensor]) -> None:
         self._sensor_of = sensor_of
@@ -147,7 +144,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, spans_by_rank: Sequence[np.ndarray], samples: Sequence[CounterSamples]) -> None:
-        """Add new samples of counters, and each rank's new spans: rows of (phase index, begin, end) in ns."""
+        """Add new samples of counters, and new spans of each rank: rows (phase index, begin in ns, end in ns)."""
         self._ranks += [RankPhases() for _ in range(len(spans_by_rank) - len(self._ranks))]
         for rank, spans in zip(self._ranks, spans_by_rank, strict=True):
             rank.add(spans)
@@ -181,10 +178,7 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return a dict for each energy counter: ``name``, ``kind``, and ``activities``, a result of `phase_joules`.
-
-        If the keyword ``final`` is False, the newest samples are left for a later call.
-        """
+        """Return a dict for each energy counter: ``name``, ``kind``, and ``activities`` from `phase_joules`."""
         if final:
             self._settle(True)
         return [
@@ -268,7 +262,7 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return {phase name: figures} of one energy counter. ``sums``: least squares sums over its intervals.
+    """Return {phase name: figures} of one energy counter from its least-squares ``sums``.
 
     The figures are "joules", "error_j" (standard error), "seconds", and "reason", which explains unreliable joules.
     """

@@ -57,7 +57,7 @@ class StartHistory:
 
     @property
     def counted(self) -> tuple[SourceHistory, ...]:
-        """Energy sources of the total: the counters of whole nodes if every node has one, else all other sources."""
+        """Energy sources to add up: counters of whole nodes if every node has one, else all other sources."""
         nodes = {course.node for course in self.courses}
         if nodes and nodes == {course.node for course in self.courses if course.kind == NODE}:
             return tuple(course for course in self.courses if course.kind == NODE)
@@ -65,7 +65,7 @@ class StartHistory:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the measurement, on the node that was measured longest."""
+        """Measured seconds on the node with the longest measurement."""
         return max((float(course.seconds[-1]) for course in self.courses if len(course.seconds)), default=0.0)
 
     @property
@@ -74,7 +74,7 @@ class StartHistory:
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return an array: item i is the joules used in the first ``seconds[i]`` seconds of this start, or NaN."""
+        """Return an array: the joules used in the first ``seconds[i]`` seconds of this start, or NaN."""
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -84,7 +84,7 @@ class StartHistory:
 
 
 def read(path: Path) -> list[StartHistory]:
-    """Return the energy of each start of a run from its metrics file ``path``, or [] if there is no energy data."""
+    """Return the energy of each start of the run with the metrics file ``path``, or [] if there is no energy data."""
     with files.open_read(path) as file, regular.damage(path, f"its {ENERGY_GROUP} is damaged, or of another program"):
         if ENERGY_SAMPLES not in file:
             return []
@@ -138,7 +138,7 @@ def _samples(file: Any) -> dict[_SourceKey, np.ndarray]:
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return an array: the joules that a run has used until ``seconds[i]`` seconds after start ``session[i]``."""
+    """Return an array: the joules that a run has used until ``seconds[i]`` seconds after its start ``session[i]``."""
     joules = np.full(len(seconds), math.nan)
     earlier_j = 0.0  # of earlier starts
     for start in starts:
@@ -170,15 +170,12 @@ class Emissions:
 
 
 def kwh(energy_j: float, pue: float = 1.0) -> float:
-    """Return the kWh of the site for ``energy_j``, joules of the nodes. ``pue``: power usage effectiveness."""
+    """Return the kWh that the site uses for ``energy_j`` joules of the nodes. ``pue``: power usage effectiveness."""
     return energy_j / J_PER_KWH * pue
 
 
 def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissions:
-    """Return the emissions of ``energy_j``, joules of the nodes, at the carbon ``intensity`` of the grid.
-
-    ``pue``: power usage effectiveness, which adds cooling and losses of the site.
-    """
+    """Return the emissions of ``energy_j`` joules of the nodes. ``pue``: power usage effectiveness of the site."""
     if math.isnan(energy_j) or math.isnan(intensity.g_per_kwh):
         reason = NO_ENERGY if math.isnan(energy_j) else NO_INTENSITY
         return Emissions(math.nan, math.nan, math.nan, reason)
@@ -191,10 +188,9 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in time intervals.
+    """Return the mean, smallest and largest carbon intensity in g/kWh over time intervals, weighted by ``joules``.
 
-    The intensity is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. Interval i uses ``joules[i]`` from
-    ``begins_s[i]`` to ``ends_s[i]``, at constant power. Returns NaN if an interval is outside of ``edges_s``.
+    The intensity is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. Returns NaN if an interval is outside.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
@@ -266,7 +262,7 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return the metrics of ``energy_j`` joules used in ``seconds`` seconds, such as "average_w". None: unknown."""
+    """Return a dict of metrics such as "average_w" of ``energy_j`` joules used in ``seconds``. None: unknown."""
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)
     unknown = NO_ENERGY if math.isnan(energy_j) else None
@@ -291,11 +287,11 @@ def figures(
 
 
 def joules_per_item(joules: float, items: float) -> float | None:
-    """Return ``joules`` / ``items``, or None if it is unknown. ``items``: number of steps, samples or tokens."""
+    """Return ``joules`` / ``items`` (steps, samples or tokens), or None if the quotient is unknown."""
     return json_number(joules / items) if items and items > 0 else None
 
 
 def rates(training_j: float, steps: float, samples: float, tokens: float) -> dict[str, float | None]:
-    """Return the joules per step, sample and token, as a dict. None: unknown. ``training_j``: total joules."""
+    """Return a dict of the joules per step, sample and token of a training of ``training_j`` joules. None: unknown."""
     counts = {"j_per_step": steps, "j_per_sample": samples, "j_per_token": tokens}
     return {name: joules_per_item(training_j, count) for name, count in counts.items()}

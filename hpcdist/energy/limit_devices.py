@@ -21,7 +21,7 @@ ROUNDING: Final = 0.5  # W or MHz: RAPL rounds to eighths of a watt, NVML to who
 
 @dataclass(frozen=True)
 class LimitRange:
-    """Range of limits that a device allows, in W or MHz. None: unknown."""
+    """Limits that a device allows, in W or MHz. None: unknown."""
 
     least: float | None = None
     most: float | None = None
@@ -30,7 +30,7 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """Protocol of a power or clock limit of a device."""
+    """Protocol of a power limit or clock limit of a device."""
 
     kind: str
     device: str
@@ -46,17 +46,17 @@ class DeviceLimit(Protocol):
         """Return the current limit in the driver's unit, or None if unknown. Raises MissingCapabilityError."""
 
     def in_force(self) -> float | None:
-        """Return the limit that the device enforces, in W or MHz, or None if it is not readable."""
+        """Return the limit that the device enforces, in W or MHz, or None if it is unreadable."""
 
     def put(self, value: int | None) -> None:
-        """Set the limit to ``value`` in the driver's unit. None: remove the limit. Raises MissingCapabilityError."""
+        """Set the limit in the driver's unit, or remove it if ``value`` is None. Raises MissingCapabilityError."""
 
     def cure(self, value: int | None) -> str:
         """Return the shell command that sets this limit to ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
-    """Raise ConfigurationError if the device does not allow ``value``, in W or MHz, for the limit ``knob``."""
+    """Raise ConfigurationError if the device does not allow ``value``, in W or MHz, for its limit ``knob``."""
     allowed = knob.allowed()
     if allowed.values and value not in allowed.values:
         nearest = min(allowed.values, key=lambda choice: abs(choice - value))
@@ -72,7 +72,7 @@ def check_value(knob: DeviceLimit, value: float) -> None:
 
 
 def range_text(allowed: LimitRange, unit: str) -> str:
-    """Return the range ``allowed`` as text, such as "100 to 400 W"."""
+    """Return ``allowed`` as text, such as "100 to 400 W"."""
     least = "more than 0" if allowed.least is None else f"{allowed.least:g}"
     if allowed.most is None:
         return f"{least} {unit} and more (its maximum is unknown)"
@@ -143,7 +143,7 @@ class GpuPowerLimit(_GpuLimit):
             return int(self._nvml.nvmlDeviceGetPowerManagementLimit(self._handle))
 
     def in_force(self) -> float | None:
-        """Return the smallest of the GPU's power limits in W, which is in force."""
+        """Return the smallest of the GPU's power limits, in W."""
         try:
             return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / self.per_unit
         except self._nvml.NVMLError:
@@ -158,10 +158,7 @@ class GpuPowerLimit(_GpuLimit):
 
 
 class GpuClockLimit(_GpuLimit):
-    """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks).
-
-    The driver does not report an earlier lock, so a clock is unlocked at the end.
-    """
+    """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks)."""
 
     kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
 
@@ -204,10 +201,7 @@ GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
 
 
 def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list[DeviceLimit]:
-    """Return the limits of the GPUs ``uuids``. ``kind``: `GPU_POWER` or `GPU_CLOCK`. Raises MissingCapabilityError.
-
-    ``driver`` must stay open while the limits are used.
-    """
+    """Return the limits of the GPUs ``uuids``. ``kind``: `GPU_POWER` or `GPU_CLOCK`. Raises MissingCapabilityError."""
     partitioned = {gpu.uuid for gpu in driver.gpus() if gpu.partitioned}
     for uuid in uuids:
         if uuid in partitioned:
@@ -223,7 +217,7 @@ LONG_TERM: Final = "long_term"
 
 
 class CpuPowerLimit:
-    """Long-term power limit of a processor package. It limits the mean power over ``window_s`` seconds."""
+    """Long-term power limit of a processor package: a limit of the mean power over ``window_s`` seconds."""
 
     kind, unit, per_unit = CPU_POWER, "W", 1_000_000
 
@@ -235,7 +229,7 @@ class CpuPowerLimit:
 
     @property
     def window_s(self) -> float | None:
-        """Seconds over which the limit averages the power, or None if the kernel does not report this."""
+        """Averaging time of the limit in seconds, or None if the kernel does not report it."""
         value = self._text(f"constraint_{self._number()}_time_window_us")
         return int(value) / 1e6 if value.isdecimal() else None
 
@@ -247,7 +241,7 @@ class CpuPowerLimit:
         return read_word(self._zone / file)
 
     def allowed(self) -> LimitRange:
-        """Return the range of allowed limits. A maximum of 0 in the kernel means that there is no maximum."""
+        """Return the range of allowed limits in W."""
         self.now()
         if self._text("enabled") == "0":
             raise MissingCapabilityError(

@@ -44,7 +44,7 @@ class ChangedLimit:
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """File that records the limits that a process has changed, to restore them if the process is killed."""
+    """File that lists the limits that a process has changed, so that they can be restored if it is killed."""
 
     path: Path
     host: str
@@ -55,18 +55,18 @@ class JournalRecord:
     changes: tuple[ChangedLimit, ...]
 
     @property
-    def is_of_this_start(self) -> bool:
+    def is_of_this_boot(self) -> bool:
         """True if the record was written since the last boot of this machine."""
         return self.boot_id == boot_id()
 
     @property
-    def is_at_work(self) -> bool:
-        """True if the process that wrote the record still runs."""
-        return self.is_of_this_start and process_start(self.pid) == self.started
+    def is_active(self) -> bool:
+        """True if the process that wrote the record is running."""
+        return self.is_of_this_boot and process_start(self.pid) == self.started
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of this user's journal, which may not exist. Raises StorageError if there is no home."""
+    """Return the directory of this user's journal, which may not exist. Raises StorageError without a HOME."""
     base = environment.get("XDG_STATE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "hpcdist" / "limits"
@@ -100,10 +100,7 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = None) -> Path:
-    """Write a journal record of ``changes`` to ``path``, or to a new file in ``folder``. Return its path.
-
-    Raises StorageError.
-    """
+    """Write ``changes`` to the journal record ``path`` (None: a new file), and return its path. Raises StorageError."""
     pid = os.getpid()
     path = path or folder / f"{socket.gethostname()}-{pid}-{os.urandom(4).hex()}.json"
     content = {
@@ -126,7 +123,7 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
 
 
 def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
-    """Return the journal records in ``folder``, oldest first, and error texts on unreadable files."""
+    """Return the journal records in ``folder``, oldest first, and error texts about unreadable records."""
     readable, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -37,7 +37,7 @@ WINDOW: Final = "watched"
 
 @dataclass(frozen=True)
 class WatchInterval:
-    """Mean power and utilisation of a machine in one interval of `EnergyWatch`."""
+    """Mean power and utilisation of a machine in one interval of an `EnergyWatch`."""
 
     seconds: float  # from the start of the watch to the end of the interval
     watts: Mapping[str, float]  # by energy source
@@ -47,10 +47,7 @@ class WatchInterval:
 
 
 class EnergyWatch:
-    """Energy measurement of this machine until `finish`. Samples are appended to the file ``output``, if any.
-
-    Raises MissingCapabilityError if no energy source is readable, and StorageError if ``output`` cannot be written.
-    """
+    """Energy measurement of this machine until `finish`, with samples written to ``output``. Raises HpcdistError."""
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
         self.sources = open_node_sources(config, [_claim_visible()], computing=False)
@@ -76,7 +73,7 @@ class EnergyWatch:
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return the mean power and utilisation since the last call. Append the new samples to the output file."""
+        """Return the mean power and utilisation since the last call, and append new samples to the output file."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
@@ -101,7 +98,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """Stop measuring. Return the result of `report.merge`, and the measured ``seconds``, in one dict."""
+        """Stop measuring. Return the result of `report.merge` with the measured ``seconds``."""
         self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
@@ -175,10 +172,7 @@ def _next_session(output: Path) -> int:
 
 
 class EnergyMonitor:
-    """Energy monitor of a job, from `start` to `stop`, or as a context manager. Collective construction over ``comm``.
-
-    The first rank of each node reads the sensors of the node. Its attribute ``live`` has the figures of all nodes.
-    """
+    """Energy monitor of a job. The first rank of each node reads its sensors. Collective construction."""
 
     def __init__(
         self,
@@ -216,7 +210,7 @@ class EnergyMonitor:
         self.sampler = EnergySampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = PhaseWindows(len(self._sources.counters))
         self._stopped = False
-        self._power, self.live = MeanPower(), LiveFigures()
+        self._power, self.live = MeanPower(), LiveFigures()  # `live`: figures of all nodes
         self._earlier: dict[str, Any] | None = None
 
     def _wait_for_ranks(self, call: str) -> None:
@@ -241,17 +235,14 @@ class EnergyMonitor:
             self._sources.close()
 
     def close(self) -> None:
-        """Free the communicator of the nodes' first ranks. Call this after the last `collect`. Collective."""
+        """Free the communicator of the nodes' first ranks, after the last `collect`. Collective."""
         if self._leaders is not None:
             self._leaders.free()
             self._leaders = None
 
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
-        """Attribute this node's energy in the ``with`` block to ``phase``, except in nested windows.
-
-        Local, but every rank must enter the same windows.
-        """
+        """Attribute this node's energy in the ``with`` block to ``phase``. Enter it on every rank. Local."""
         if not self._leads:
             self._synchronise()
             yield
@@ -268,7 +259,7 @@ class EnergyMonitor:
         return _read_edge(self.sampler, self._windows)
 
     def report(self) -> dict[str, Any]:
-        """Return the job's energy, including earlier starts of the run, as a dict of `report.merge`. Collective."""
+        """Return the job's energy as a dict of `report.merge`, including earlier starts of the run. Collective."""
         self._wait_for_ranks("EnergyMonitor.report")
         node_share = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
         contributions = self._comm.allgather_object(node_share if self._leads else None)
@@ -283,14 +274,11 @@ class EnergyMonitor:
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Add ``state``, a result of `state` before a restart, or None, to later reports. Equal on all ranks. Local."""
+        """Add ``state``, a result of `state` before a restart, to later reports. Equal on all ranks. Local."""
         self._earlier = state
 
     def collect(self) -> list[NodeRows]:
-        """Return new energy data, one `NodeRows` per node. Collective over the first ranks of the nodes.
-
-        Other ranks may call this, and get [].
-        """
+        """Return new energy data, one `NodeRows` per node, on first ranks of nodes, else []. Collective over them."""
         if not self._watches or self._leaders is None:
             return []
         drained = self.sampler.drain()

@@ -21,7 +21,7 @@ from hpcdist.hdf5.datasets import Column, MetricsTable
 
 @dataclass
 class PhaseWindow:
-    """Time interval that is attributed to a phase."""
+    """Time interval whose energy is attributed to a phase."""
 
     phase: str
     begin_ns: int
@@ -31,7 +31,7 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """Energy and time of the windows of one rank."""
+    """Energy and time of one rank's phase windows."""
 
     def __init__(self, num_sources: int) -> None:
         self.total_mj = [0.0] * num_sources  # of all windows together, by energy source
@@ -44,12 +44,12 @@ class PhaseWindows:
         self._outside = [False] * num_sources  # there was time outside of all windows since then
 
     def enter(self, phase: str, now_ns: int, values: Sequence[int | None]) -> None:
-        """Begin a window. ``values``: energy of each source in mJ at the time ``now_ns``, or None if unreadable."""
+        """Begin a window of ``phase``. ``values``: mJ of each energy source at ``now_ns``, or None if unreadable."""
         self.edge(now_ns, values)
         self._open.append(PhaseWindow(phase, now_ns, [0.0] * len(self._last)))
 
     def leave(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """End the innermost window. ``values``: as in `enter`."""
+        """End the innermost window, with the energy reading ``values`` as in `enter`."""
         self.edge(now_ns, values)
         window = self._open.pop()
         window.end_ns = now_ns
@@ -62,7 +62,7 @@ class PhaseWindows:
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Add the time and energy since the last reading to the innermost window. ``values``: as in `enter`."""
+        """Add the time and energy since the last reading ``values`` to the innermost window."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -177,7 +177,7 @@ _OF_NODES: Final = ("utilisation", "sampler")
 
 @dataclass(frozen=True)
 class NodeRows:
-    """Energy data of one node since the last `EnergyMonitor.collect`, to append to the metrics file."""
+    """New energy data of one node, to append to the metrics file."""
 
     node: int
     sources: Sequence[tuple[str, str, SourceInfo]]  # kind, name and properties
@@ -191,7 +191,7 @@ class NodeRows:
 
 
 def append_rows(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
-    """Append the data of ``nodes`` to the open metrics file ``file``. ``session``: number of the start. Local."""
+    """Append the data of ``nodes`` to the open metrics file. ``session``: number of this start of the run. Local."""
     has_sources = any(node.sources for node in nodes)
     for name, table in TABLES.items():
         if has_sources or name in _OF_NODES:
@@ -243,7 +243,7 @@ class MeanPower:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, num_sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts of each source since the last call, from the samples ``drained``. NaN: unknown."""
+        """Return the mean watts of each source since the last call. ``drained``: new samples. NaN: unknown."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(num_sources):
@@ -267,7 +267,7 @@ class LiveFigures:
         self._bytes: dict[int, Mapping[str, float]] = {}
 
     def see(self, rows: Sequence[NodeRows]) -> None:
-        """Replace the figures of all nodes by those in ``rows``, the result of `EnergyMonitor.collect`."""
+        """Replace the figures of all nodes by ``rows``, the result of `EnergyMonitor.collect`."""
         self._rows = rows
         for row in rows:
             if len(row.drained.looks):
@@ -275,7 +275,7 @@ class LiveFigures:
                 self._bytes[row.node] = {name: float(last[column]) for name, column in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return {kind, such as "gpu": watts of all nodes}. NaN: a node does not measure this kind completely."""
+        """Return {kind, such as "gpu": watts of all nodes}. NaN: a node lacks a measurement of this kind."""
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
         # Watts of whole nodes are a total only if all nodes have them.
         if not all(NODE in row.watts for row in self._rows):
@@ -288,7 +288,7 @@ class LiveFigures:
         }
 
     def utilisation(self) -> dict[str, float]:
-        """Return {resource in `SHARES`: utilisation from 0 to 1}, the mean over time and nodes, if it is known."""
+        """Return {resource in `SHARES`: utilisation from 0 to 1}, averaged over time and nodes, if known."""
         shares = [row.drained.shares[:, : len(SHARES)] for row in self._rows if len(row.drained.looks)]
         if not shares:
             return {}

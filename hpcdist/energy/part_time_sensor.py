@@ -18,7 +18,7 @@ TOLERANCE: Final = 1e-12
 
 @dataclass(frozen=True)
 class NnlsSolution:
-    """Solution of non-negative least squares. Its covariance ignores the bound on the values."""
+    """Solution of non-negative least squares, with a covariance that ignores the bound on the values."""
 
     values: np.ndarray
     covariance: np.ndarray
@@ -27,9 +27,9 @@ class NnlsSolution:
 def solve(
     gram: np.ndarray, right: np.ndarray, square: float, rows: float, penalty: np.ndarray | None = None
 ) -> NnlsSolution:
-    """Return the x >= 0 with the smallest |A x - y|, and the covariance of x. Local.
+    """Return the x >= 0 that minimises |A x - y|^2 + x^T P x, and the covariance of x. Local.
 
-    ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: rank of A. ``penalty`` P: also minimise x^T P x.
+    ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: rank of A. ``penalty``: P.
     """
     penalised = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
@@ -94,7 +94,7 @@ UNKNOWN_SENSOR: Final = "not in the table of known sensors: taken to see all of 
 
 @dataclass(frozen=True)
 class PowerSensor:
-    """Power sensor that reports every ``update_s`` seconds the mean power of the last ``window_s`` seconds."""
+    """Power sensor that reports the mean power of the last ``window_s`` seconds every ``update_s`` seconds."""
 
     update_s: float
     window_s: float
@@ -102,24 +102,18 @@ class PowerSensor:
 
     @property
     def seen_share(self) -> float:
-        """Fraction of the time that the sensor measures: ``window_s / update_s``, at most 1."""
+        """Fraction of the time in which the sensor measures: ``window_s / update_s``, at most 1."""
         return min(1.0, self.window_s / self.update_s)
 
     def paced(self, update_s: float) -> "PowerSensor":
-        """Return a copy of this sensor with the observed ``update_s``, or this sensor if ``update_s`` is NaN or <= 0.
-
-        If the sensor measures continuously, ``window_s`` changes, too.
-        """
+        """Return a copy with the observed ``update_s``, or this sensor if ``update_s`` is NaN or <= 0."""
         if not update_s > 0:  # also true for NaN
             return self
         return replace(self, update_s=update_s, window_s=update_s if self.window_s == self.update_s else self.window_s)
 
 
 def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
-    """Return the `PowerSensor` of the GPU model ``gpu_name``, such as "NVIDIA A100-SXM4-40GB".
-
-    ``field_name``: "average" for averaged power, or "" for instantaneous power and the energy counter.
-    """
+    """Return the `PowerSensor` of a GPU model. ``field_name``: "average", or "" for instantaneous power and energy."""
     if field_name == "average" and _AVERAGED.search(gpu_name):
         return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
     for pattern, update_s, window_s, source in _KNOWN:
@@ -129,7 +123,7 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 
 
 class SensorShift:
-    """Delays for the next ``steps`` training steps, so that ``sensor`` measures all parts of a step equally often."""
+    """Delays for the next ``steps`` training steps, so that ``sensor`` measures all phases of a step equally often."""
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:
         self.slots = 1 if sensor.seen_share >= 1 else math.ceil(2 * sensor.update_s / sensor.window_s)
@@ -137,7 +131,7 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to delay the next step. Call once per step, with the present monotonic time. Local."""
+        """Return the seconds to delay the next step. Call once per step, with the monotonic time. Local."""
         # The delays distribute the start times of steps evenly over the sensor's period.
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)

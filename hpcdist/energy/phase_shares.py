@@ -22,7 +22,7 @@ assert len(PHASES) - 1 == STEP
 
 
 def flatten_spans(spans: np.ndarray) -> np.ndarray:
-    """Return disjoint, sorted ``spans``: rows of (phase, begin, end) in ns. Later spans overwrite earlier spans."""
+    """Return disjoint, sorted ``spans``: rows (phase, begin, end) in ns. Later rows overwrite earlier rows."""
     spans = spans[np.argsort(spans[:, 1], kind="stable")]
     spans = spans[spans[:, 2] > spans[:, 1]]
     if np.all(spans[1:, 1] >= spans[:-1, 2]):
@@ -37,7 +37,7 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
 
 
 class RankPhases:
-    """Disjoint time spans of one rank, each in a phase. They are complete from ``since_ns`` to ``until_ns``."""
+    """Disjoint time spans of one rank, each in a phase, complete from ``since_ns`` to ``until_ns``."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)
@@ -65,10 +65,7 @@ class RankPhases:
             self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the seconds in each phase until the times ``moments_ns``: array of shape (times, phases).
-
-        The origin is arbitrary, so use only differences of two rows.
-        """
+        """Return the seconds in each phase until ``moments_ns``, from an arbitrary origin: array (times, phases)."""
         seconds = np.zeros((len(moments_ns), STEP))
         for code, begins, ends, sums in self._by_code:
             # Spans begun before the moment in full, minus the part of the last span after the moment.
@@ -79,7 +76,7 @@ class RankPhases:
 
 
 class PhaseGrid:
-    """Seconds in each phase of each of ``ranks``, at fine time steps from ``begin_ns`` to ``end_ns``."""
+    """Seconds in each phase of each of ``ranks`` at fine time steps from ``begin_ns`` to ``end_ns``."""
 
     def __init__(self, ranks: Sequence[RankPhases], begin_ns: int, end_ns: int) -> None:
         self._pitch_ns = max(GRID_NS, (end_ns - begin_ns) // MAX_GRID_POINTS)
@@ -88,16 +85,13 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean seconds of the ranks with indices ``ranks`` (None: all ranks), as `PhaseShares`."""
+        """Return the mean seconds of the ranks with indices ``ranks`` (None: all ranks)."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 
 
 class PhaseShares:
-    """Mean seconds that ranks spend in each phase, for any time interval.
-
-    ``table[i]``: seconds in each phase until the time ``begin_ns + i * pitch_ns``.
-    """
+    """Mean seconds that ranks spend in each phase, for any time interval."""
 
     def __init__(self, table: np.ndarray, begin_ns: int, pitch_ns: int) -> None:
         self._table, self._begin_ns, self._pitch_ns = table, begin_ns, pitch_ns
@@ -170,7 +164,7 @@ _ZERO: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0
 
 
 def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``totals``, a result of `job_activities`, as JSON values for a checkpoint. Unknown: None."""
+    """Return the result of `job_activities` as JSON values for a checkpoint. Unknown values are None."""
     return {
         name: {
             "joules": None if math.isnan(joules) else joules,
@@ -204,7 +198,7 @@ class EnergyRecord(msgspec.Struct):
 
 
 def restored(decoded: Any) -> dict[str, Any]:
-    """Return the energy record ``decoded`` from a checkpoint. Raises ValueError if it is no `EnergyRecord`."""
+    """Return the `EnergyRecord` decoded from a checkpoint's JSON. Raises ValueError if it is invalid."""
     record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(decoded, EnergyRecord))
     return record | {"activities": record["activities"] or {}}
 

@@ -23,8 +23,8 @@ _entered: Final[dict[str, None]] = {}  # phases that this rank has entered
 def configure(**keys: Any) -> None:
     """Configure and open the energy sensors, before the first `window`. Collective.
 
-    The keywords are keys of ``[energy]`` in a recipe, such as ``configure(sources="declared", cpu_tdp_w=280.0)``.
-    Raises UsageError after the first `window` or for an unknown key, and ConfigurationError for an invalid value.
+    The keywords are keys of ``[energy]`` in a recipe, such as ``cpu_tdp_w=280.0``. Raises UsageError,
+    ConfigurationError.
     """
     if _monitors:
         raise UsageError("energy.configure was called after the first energy.window; call energy.configure first")
@@ -61,10 +61,9 @@ def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def window(phase: str) -> Iterator[None]:
-    """Attribute the energy of the ``with`` block to the phase named ``phase``, except in nested windows.
+    """Attribute the energy of the ``with`` block to ``phase``. Collective for the first window, else local.
 
-    The first `window` of a program is collective; later windows are local. Every rank should enter the same windows,
-    because the first rank of each node measures the whole node.
+    Every rank should enter the same windows, because the first rank of each node measures the whole node.
     """
     if not _monitors:
         configure()
@@ -77,7 +76,7 @@ def usage() -> dict[str, Any]:
     """Return the energy of all `window` blocks so far, as a dict. Collective over all ranks.
 
     ``energy_j``: total joules, or NaN for the given ``reason``. ``phases``: joules, seconds and number of windows of
-    each phase. ``not_included``: kinds of energy that are not measured. ``label``: nonempty for estimated joules.
+    each phase. ``not_included``: kinds of energy not measured. ``label``: nonempty for estimated joules.
     """
     if not _monitors:
         configure()

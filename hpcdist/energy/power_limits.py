@@ -28,7 +28,7 @@ FATAL_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 
 class EndedBySignal(BaseException):
-    """Exception that replaces a fatal signal, so that device limits are restored before the process ends."""
+    """Exception raised instead of a fatal signal, so that device limits are restored before the process ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -67,10 +67,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
-    """Context manager that raises `EndedBySignal` in the ``with`` block if a fatal signal arrives.
-
-    After the block, it calls ``last()``, and the signal ends this process.
-    """
+    """Raise `EndedBySignal` in the ``with`` block on a fatal signal. Then call ``last`` and end this process."""
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
     try:
@@ -94,7 +91,7 @@ RequestedLimits = tuple[DeviceLimit, float | None]
 
 
 class TemporaryLimits:
-    """Device limits that this process changes and later restores. Used by `limited`."""
+    """Device limits that this process changes and later restores."""
 
     def __init__(self, requested: Sequence[RequestedLimits], folder: Path) -> None:
         self.in_force: tuple[float | None, ...] = ()
@@ -155,8 +152,7 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
     """Change device limits in the ``with`` block. Yield the limits in force in W or MHz, None if unknown. Local.
 
     ``requested``: pairs (limit, new value, or None to keep it). ``folder``: journal directory. Raises
-    ConfigurationError for a value out of range, StorageError without a journal, and MissingCapabilityError if a limit
-    cannot be set or restored, or if another process has changed it.
+    ConfigurationError, StorageError, and MissingCapabilityError if a limit cannot be changed.
     """
     change = TemporaryLimits(requested, limit_journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below
@@ -176,10 +172,7 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
 
 
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
-    """Raise MissingCapabilityError if this process may not change a limit in ``knobs``. Local.
-
-    ``folder``: journal directory.
-    """
+    """Raise MissingCapabilityError if this process may not change a limit. ``folder``: journal directory. Local."""
     with limited([(knob, None) for knob in knobs], folder):
         pass
 
@@ -194,14 +187,14 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError if another process has changed a limit of ``changes``, according to ``records``."""
+    """Raise MissingCapabilityError if, according to ``records``, another process changed a limit of ``changes``."""
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]
-        if not others or not record.is_of_this_start:
+        if not others or not record.is_of_this_boot:
             continue
         devices = ", ".join(dict.fromkeys(change.device for change in others))
-        if record.is_at_work:
+        if record.is_active:
             raise MissingCapabilityError(
                 f"process {record.pid} of this machine has changed the limits of {devices} since {record.created_utc}; "
                 "wait until the process ends, or choose other devices"
@@ -213,10 +206,7 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
 
 
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
-    """Restore the limits that killed processes left changed. Return False if a limit was not restored. Local.
-
-    ``folder``: journal directory. ``say(text)`` reports each limit.
-    """
+    """Restore limits changed by killed processes, and report each by ``say``. Return False if one failed. Local."""
     if not folder.is_dir():
         say("no changed limits were left")
         return True
@@ -235,14 +225,14 @@ def put_back(folder: Path, say: Callable[[str], None]) -> bool:
 
 
 def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None]) -> bool:
-    if not record.is_of_this_start:
+    if not record.is_of_this_boot:
         if record.host != os.uname().nodename:
             say(f"{record.path.name}: of {record.host}; run `{RESTORE_COMMAND}` there")
             return True
         say(f"{record.path.name}: {record.host} was restarted since, which resets limits")
         record.path.unlink(missing_ok=True)
         return True
-    if record.is_at_work:
+    if record.is_active:
         say(f"{record.path.name}: process {record.pid} still runs, and restores its limits itself")
         return True
     failed = []

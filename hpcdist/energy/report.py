@@ -40,7 +40,7 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """Energy measured on one node: input of `merge`."""
+    """Energy measured on one node."""
 
     node: int
     sources: Sequence[SourceResult] = ()
@@ -54,10 +54,7 @@ class NodeContribution:
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the energy report of a job, a dict. ``nodes``: energy of each node.
-
-    ``earlier``: energy before the last restart of the run, a result of `state`, or None.
-    """
+    """Return the energy report of a job as a dict. ``earlier``: `state` before the last restart of the run, or None."""
     kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
     by_kind, reasons = {}, list(troubles)
@@ -87,7 +84,7 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
 
 
 def counted(nodes: Sequence[NodeContribution]) -> list[str]:
-    """Return the sorted kinds of energy sources, such as "gpu", whose joules are added up to the job's total."""
+    """Return the sorted kinds of energy sources, such as "gpu", whose joules make up the job's total."""
     if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
         return [NODE]
     kinds = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}
@@ -119,7 +116,7 @@ class EnergyState(msgspec.Struct):
 
 
 def state(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``report``, a result of `merge`, as JSON values for a checkpoint (`EnergyState`). Unknown: None."""
+    """Return ``report``, a result of `merge`, as JSON values (`EnergyState`) for a checkpoint. Unknown values: None."""
     phases = {
         name: {"joules": json_number(phase["joules"]), "seconds": phase["seconds"], "windows": phase["windows"]}
         for name, phase in report["phases"].items()

@@ -25,7 +25,7 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """Result of `EnergySampler.drain`. Times are in ns of the monotonic clock."""
+    """Samples of an `EnergySampler`. Times are in ns of the monotonic clock."""
 
     samples: np.ndarray  # int64 (n, 3): time, index of the counter in the sampler's list, energy in mJ
     powers: np.ndarray  # int64 (n, 3): time, index of the counter, power in mW
@@ -53,8 +53,7 @@ def _to_stderr(message: str) -> None:
 class EnergySampler:
     """Background thread that reads the energy ``counters`` every ``interval_s`` seconds, from `start` to `stop`.
 
-    ``look()`` is called every ``look_s`` seconds and returns the node's utilisation, as `NodeUtilisation.look`.
-    ``tell(text)`` reports the failure of a source.
+    ``look()`` is called every ``look_s`` seconds and returns the node's utilisation. ``tell(text)`` reports failures.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class EnergySampler:
         return not self._thread.is_alive()
 
     def overhead(self) -> tuple[float, float]:
-        """Return (processor seconds used to read the sources, seconds from `start` to `stop` or now)."""
+        """Return the processor seconds spent on reading the sources, and the seconds since `start`."""
         until_ns = self._ended_ns or time.monotonic_ns()
         return self._thread_s + self._edges_s, (until_ns - self._began_ns) / 1e9 if self._began_ns else 0.0
 
@@ -229,10 +228,7 @@ class EnergySampler:
         )
 
     def intervals(self) -> list[SourceSamples]:
-        """Return the samples of each energy source since the previous call, whose last sample is repeated.
-
-        Call `intervals` before each `drain`, which drops old samples.
-        """
+        """Return new samples of each source, after the previous call's last sample. Call it before `drain`."""
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps
             self._recent = list({row[1]: row for row in rows}.values())

@@ -31,10 +31,7 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new binary file, which replaces ``path`` after the block. Raises OSError.
-
-    If the block raises, ``path`` stays unchanged. Keyword ``durable``: also sync the file and its directory to disk.
-    """
+    """Yield a file that replaces ``path`` unless the block raises. ``durable``: sync it to disk. Raises OSError."""
     new = temporary_path(path)
     descriptor = create(new, mode)
     try:
@@ -68,7 +65,7 @@ def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = Fa
 
 
 def discard(path: Path) -> None:
-    """Remove ``path`` if it exists. Raises no error, so that an earlier error is not replaced during clean-up."""
+    """Remove ``path`` if it exists. Ignores failures."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -86,7 +83,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Create the directory ``path``. If ``path`` is a symbolic link, it is removed first. Raises OSError."""
+    """Create the directory ``path``, and first remove a symbolic link of this name. Raises OSError."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
             path.unlink()
@@ -94,11 +91,9 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path, older_s: float = LEFT_S, target_name: str = "") -> None:
-    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
-
-    ``target_name``: remove only temporary files of this file. Do not pass ``older_s=0`` if other processes write.
-    """
-    prefix = f".{target_name}." if target_name else "."
+    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures."""
+    # ``older_s=0`` is unsafe while other processes write.
+    prefix = f".{target_name}." if target_name else "."  # of the temporary files of this file alone
     with suppress(OSError):
         for entry in list(os.scandir(directory)):
             if not (_NAME.fullmatch(entry.name) and entry.name.startswith(prefix)):

@@ -24,12 +24,12 @@ SYNONYMS: Final = {
 
 
 def synonym(name: str) -> str:
-    """Return the key of hpcdist for the setting ``name`` of other tools, such as "lr", or ""."""
+    """Return hpcdist's key for a setting of other tools, such as "lr", or ""."""
     return SYNONYMS.get(name.lower().replace("-", "_"), "")
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate that is most similar to ``name``, or its `synonym`. None: no candidate is similar."""
+    """Return the candidate most similar to ``name``, or its `synonym`, or None if no candidate is similar."""
     from difflib import get_close_matches  # late: needed only for errors
 
     names, here = list(candidates), synonym(name)
@@ -37,10 +37,10 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     return next(iter(same or get_close_matches(name, names, 1, cutoff)), None)
 
 
-def suggestion(name: str, candidates: Iterable[str], ending: str = "", prefix: str = "") -> str:
-    """Return a hint for an unknown ``name``: the most similar candidate, or a list of all ``candidates``."""
+def suggestion(name: str, candidates: Iterable[str], ending: str = "") -> str:
+    """Return a hint for the unknown ``name``: the most similar candidate, or all candidates and ``ending``."""
     names = list(candidates)
     near = nearest(name, names)
     if near is not None:
-        return f"the nearest known is {prefix + near!r}"
+        return f"the nearest known is {near!r}"
     return f"known are: {', '.join([*names, *([ending] if ending else [])])}"

@@ -54,7 +54,7 @@ def save(figure: Any, file: str | Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a new figure of ``width`` x ``height`` inches. After the ``with`` block, save it as ``file``."""
+    """Yield a new figure of ``width`` x ``height`` inches, and save it as ``file`` after the ``with`` block."""
     figure = check_plot(file).Figure(figsize=(width, height), layout="constrained")
     yield figure
     save(figure, file)
@@ -88,7 +88,7 @@ def draw_gantt(
     character: float = 0.0,  # width of a label character on the time axis; 0: no labels
     font: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw ``bars`` on ``axes``. Return the drawn kinds of bars, in the order of ``styles`` ({kind: style})."""
+    """Draw ``bars`` on ``axes``, with the style of each kind. Return the drawn kinds, in the order of ``styles``."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
         spans.setdefault((bar.kind, bar.row), []).append((bar.begin, bar.end - bar.begin))
@@ -106,7 +106,7 @@ def draw_gantt(
 
 
 def label_rows(axes: Any, rows: Sequence[str], max_labels: int | None = None) -> None:
-    """Label the y axis of a Gantt chart with the names ``rows``, first row at the top. At most ``max_labels``."""
+    """Label the y axis of a Gantt chart with at most ``max_labels`` names of ``rows``, the first at the top."""
     count = len(rows)
     shown = count if max_labels is None else min(count, max_labels)
     named = [position * (count - 1) // max(1, shown - 1) for position in range(shown)]
@@ -116,7 +116,7 @@ def label_rows(axes: Any, rows: Sequence[str], max_labels: int | None = None) ->
 
 
 def kind_handles(kinds: Iterable[str], styles: Mapping[str, GanttStyle], meanings: Mapping[str, str]) -> list[Any]:
-    """Return a legend handle for each of ``kinds``. ``styles``, ``meanings``: {kind: style}, {kind: legend text}."""
+    """Return a legend handle for each of ``kinds``. ``styles``: {kind: style}. ``meanings``: {kind: legend text}."""
     from matplotlib.patches import Patch
 
     return [Patch(facecolor=styles[kind].colour, label=meanings.get(kind, kind)) for kind in kinds]
@@ -204,7 +204,7 @@ class Chart:
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """Context manager that gives the charts drawn in its block a common style."""
+    """Context manager that gives the charts drawn in its block the style of the HTML pages."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE):
@@ -212,12 +212,12 @@ def chart_style() -> Iterator[None]:
 
 
 def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = NARROW) -> str:
-    """Return an SVG element, ``size`` inches, drawn by ``draw(axes)``. ``key``: prefix of its element ids."""
+    """Return an SVG element drawn by ``draw(axes)``. ``key``: prefix of its element ids. ``size``: in inches."""
     return figure_svg(key, lambda figure: draw(figure.subplots()), size)
 
 
 def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return an SVG element, ``size`` inches, drawn by ``draw(figure)``. ``key``: prefix of its element ids."""
+    """Return an SVG element drawn by ``draw(figure)``. ``key``: prefix of its element ids. ``size``: in inches."""
     matplotlib = require_matplotlib()
     text = io.StringIO()
     with chart_style(), warnings.catch_warnings():
@@ -230,7 +230,7 @@ def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float])
 
 
 def embed_svg(text: str, key: str) -> str:
-    """Return the matplotlib SVG file content ``text`` as an HTML element. ``key``: prefix of its element ids."""
+    """Return the content of an SVG file of matplotlib as an HTML element. ``key``: prefix of its element ids."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
@@ -257,7 +257,7 @@ def format_thousands(axis: Any) -> None:
 
 
 def legend(axes: Any, columns: int = 4) -> None:
-    """Draw a legend of at most ``columns`` columns above ``axes``, unless no plotted item has a label."""
+    """Draw a legend of at most ``columns`` columns above ``axes``, if a plotted item has a label."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         rows = -(-len(handles) // columns)

@@ -31,18 +31,18 @@ MOST_BYTES: Final = 16 << 20  # more than any settings, record or figure file ne
 
 
 class DamagedFileError(StorageError):
-    """The content of a file is damaged or has another format. A retry will not help."""
+    """Error: the content of a file is damaged or has another format. A retry will not help."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return True if ``error``, raised while reading a file, was caused by the content or type of the file."""
+    """Return True if ``error``, raised while reading a file, means that its content is damaged."""
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the file ``path`` if ``error`` shows damage. Return (True if damaged, text to append to a warning)."""
+    """Rename the file ``path`` if ``error`` means damage. Return (True if so, text to append to a warning)."""
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
     aside = atomic.set_aside(path)
@@ -74,28 +74,28 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of the regular file ``path``. Raises OSError if it has more than ``most_bytes`` bytes."""
+def read(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError if it has more than ``max_bytes`` bytes."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         # Allocate the size of the file, not the limit.
-        data = b"" if size > most_bytes else file.read(size + 1)
+        data = b"" if size > max_bytes else file.read(size + 1)
         if len(data) > size:  # files in /proc and /sys report 0 bytes, and a file may grow while it is read
-            data += file.read(most_bytes + 1 - len(data))
+            data += file.read(max_bytes + 1 - len(data))
             size = len(data)
-    if size > most_bytes:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most_bytes} are read", os.fspath(path))
+    if size > max_bytes:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {max_bytes} are read", os.fspath(path))
     return data
 
 
-def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Return the UTF-8 text of a regular file. Raises UnicodeDecodeError, or OSError above ``most_bytes`` bytes."""
-    return read(path, most_bytes).decode()
+def text(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> str:
+    """Return the UTF-8 text of a regular file. Raises UnicodeDecodeError, or OSError above ``max_bytes`` bytes."""
+    return read(path, max_bytes).decode()
 
 
-def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, Any]:
+def toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Parse the TOML file ``path``. Raises OSError if it is unreadable or too large, and ValueError if not TOML."""
-    return toml_of(text(path, most_bytes))
+    return toml_of(text(path, 1 << 20))
 
 
 def settings(path: Path, file_kind: str) -> dict[str, Any]:
@@ -129,26 +129,26 @@ def toml_of(toml_text: str) -> dict[str, Any]:
     raise ValueError(_TOO_DEEP)
 
 
-def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Parse a JSON file. Raises OSError above ``most_bytes`` bytes, and ValueError if the file is not JSON."""
+def json_value(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> Any:
+    """Parse a JSON file. Raises OSError above ``max_bytes`` bytes, and ValueError if the file is not JSON."""
     try:
-        return json.loads(read(path, most_bytes))
+        return json.loads(read(path, max_bytes))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 
 
-def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Parse the JSON file ``path``, or return None if it is unreadable, not JSON, or above ``most_bytes`` bytes."""
+def json_or_none(path: str | os.PathLike[str]) -> Any:
+    """Parse the JSON file ``path``, or return None if it is unreadable, not JSON, or too large."""
     try:
-        return json_value(path, most_bytes)
+        return json_value(path)
     except (OSError, ValueError):
         return None
 
 
-def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> Iterator[dict[str, Any]]:
+def json_objects(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON object of each line of ``path``. Other lines are skipped. A missing file has no lines."""
     try:
-        lines = read(path, most_bytes).split(b"\n")
+        lines = read(path, 64 << 20).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
         return
     for line in lines:
@@ -166,7 +166,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write each file of ``files``, {path: text}. Without the keyword ``force``, differing files raise UsageError."""
+    """Write ``files``, {path: text}. Raises UsageError if a file exists with another text, unless ``force``."""
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
     except OSError as error:

@@ -21,7 +21,7 @@ _TERM: Final = re.compile(r"([^=!<>~?]+)(!=|!~|=|<|>|~|\?|)(.*?)(?:->(.*))?")
 
 
 def written(value: Any) -> str:
-    """Format ``value`` for an error message, as in a recipe: booleans are true or false, and tuples are lists."""
+    """Format ``value`` as in a recipe, for an error message."""
     if isinstance(value, tuple):
         return repr(list(value))
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -39,11 +39,9 @@ class Condition:
 
 @dataclass(frozen=True)
 class Rule:
-    """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
+    """Forbidden combination of settings. Settings break the rule if they satisfy all of its conditions."""
 
-    A key is a setting ``section.name``, an option such as ``--survive``, or a name that the caller of `check` defines.
-    """
-
+    # A key is a setting `section.name`, an option such as `--survive`, or a name that the caller of `check` defines.
     conditions: Mapping[str, Condition]  # The error message lists these keys with their values.
     why: Text = ""  # text after the list in the message, such as " has no effect"; or a function of the listed values
     cure: Text = ""  # advice at the end of the message; by default, the results of `Condition.cure`
@@ -51,7 +49,7 @@ class Rule:
     relation: Callable[..., object] | None = None  # function of the listed values, which must also return true
 
     def refusal(self, values: Values) -> str:
-        """Return the error message if ``values`` (dict from key to value) break this rule, else ""."""
+        """Return the error message if ``values``, {key: value}, break this rule, else ""."""
         for conditions in (self.conditions, self.given):
             for key, condition in conditions.items():  # no generator: a search evaluates this thousands of times
                 if not condition.matches(values[key]):
@@ -67,7 +65,7 @@ class Rule:
         return first + with_others + (why if why[:1] in ("", " ") else f": {why}") + f"; {cure}"
 
     def is_known(self, values: Values) -> bool:
-        """Return True if ``values`` contain all keys of this rule, so that it can be checked."""
+        """Return True if ``values`` contain all keys of this rule."""
         return self.conditions.keys() <= values.keys() and self.given.keys() <= values.keys()
 
     def _settings(self, values: Values) -> str:
@@ -94,9 +92,10 @@ def _text(text: Text, values: list[Any]) -> str:
 def rule(
     terms: str, why: Text = "", cure: Text = "", relation: Callable[..., object] | None = None, **sets: Iterable[str]
 ) -> Rule:
-    """Return the `Rule` that ``terms`` describes, such as "run.steps>1 with run.mode=fast|slow".
+    """Return the `Rule` for ``terms`` such as "run.steps>1 with run.mode=fast|slow".
 
-    ``why``, ``cure``: reason and advice in the error message. ``relation``: function of the values that must hold, too.
+    ``why``, ``cure``: reason and advice in the error message. ``relation``: function of the values that must also be
+    true.
     """
     # " with " and " where " join conditions, which must all hold. The message omits the conditions after " where ".
     # {NAME} stands for the values of the keyword NAME, joined by "|". Conditions on the value of KEY:
@@ -109,7 +108,7 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield a `Rule` for each text in ``*terms``, which replaces * in ``form``. ``why``: reason in messages."""
+    """Yield a `Rule` for each of ``terms``, which replaces * in ``form``. ``why``: reason in messages."""
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
@@ -148,15 +147,15 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return a `Condition` that all values except ``*values`` satisfy."""
+    """Return a `Condition` that is true for all values except ``values``."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
 
 def no_effect(key: str, default: Any, other: str, required_values: Iterable[Any], cure: Text = "") -> Rule:
-    """Return the `Rule` that ``key`` has no effect, unless the key ``other`` has one of ``required_values``.
+    """Return the `Rule` that ``key`` has no effect unless ``other`` has one of ``required_values``.
 
-    ``default``: allowed value of ``key`` in any case. ``cure``: advice in the error message.
+    ``default``: value of ``key`` that is always allowed. ``cure``: advice in the error message.
     """
     return Rule({key: other_than(default), other: other_than(*required_values)}, NO_EFFECT, cure)
 
@@ -173,12 +172,12 @@ def one_of(key: str, choices: Iterable[str]) -> Rule:
 
 
 def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
-    """Return the `Rule` that ``holds(value)`` is true for ``key``. ``expected``: advice in the error message."""
+    """Return the `Rule` that ``holds(value)`` must be true for ``key``. ``expected``: advice in the error message."""
     return Rule({key: Condition(lambda value: not holds(value))}, cure=expected)
 
 
 def refusals(rules: Iterable[Rule], values: Values) -> Iterator[str]:
-    """Yield the error message of each broken rule. ``values``: {key: value}. Rules on other keys are skipped."""
+    """Yield the error message of each rule that ``values`` break. Rules on keys not in ``values`` are skipped."""
     yield from filter(None, (rule.refusal(values) for rule in rules if rule.is_known(values)))
 
 

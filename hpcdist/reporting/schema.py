@@ -43,34 +43,25 @@ TYPES: Final[Mapping[Any, str]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """Declaration of a configuration key: ``meaning``, one sentence or two with the unit, and the valid values.
+    """Declaration of a configuration key: its meaning and its valid values."""
 
-    - ``gt``, ``ge``, ``lt``, ``le``: bounds (>, >=, <, <=) of a number or of each item of a list. ``unit``: their unit.
-    - ``off``: value that is valid although it is out of bounds, usually 0.
-    - ``choices``: the valid values, or the valid items of a list.
-    - ``valid``: function that returns true for further valid values. ``expected``: description of these values.
-    - ``word``: text that a number key accepts instead of a number. ``digits``: True if a
-      text key accepts whole numbers.
-    - ``path``: True if the value is a path. A text: only values that contain this text are paths.
-    """
-
-    meaning: str
+    meaning: str  # one or two sentences with the unit
     _: KW_ONLY
-    gt: float | None = None
+    gt: float | None = None  # bounds (>, >=, <, <=) of a number or of each item of a list
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
-    unit: str = ""
-    off: float | None = None
-    choices: tuple[Any, ...] = ()
-    valid: Callable[[Any], object] | None = None
-    expected: str = ""
-    word: str = ""
-    digits: bool = False
-    path: bool | str = False
+    unit: str = ""  # of the bounds
+    off: float | None = None  # value that is valid although it is out of bounds, usually 0
+    choices: tuple[Any, ...] = ()  # the valid values, or the valid items of a list
+    valid: Callable[[Any], object] | None = None  # returns true for further valid values
+    expected: str = ""  # description of the further valid values
+    word: str = ""  # text that a number key accepts instead of a number
+    digits: bool = False  # a text key accepts whole numbers
+    path: bool | str = False  # the value is a path; a text: only values that contain this text are paths
 
     def bounds(self, *, signs: bool) -> str:
-        """Return the bounds as text: "at least 0 and below 1" or, if keyword-only ``signs`` is True, ">= 0 and < 1"."""
+        """Return the bounds as text: "at least 0 and below 1", or ">= 0 and < 1" if ``signs``."""
         limits = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
         parts = [
             f"{_SIGNS[word] if signs else word} {_number(limit)}" for word, limit in limits.items() if limit is not None
@@ -98,7 +89,7 @@ class Key:
 
 
 def key(default: T, meaning: str, **limits: Any) -> T:
-    """Return a dataclass field that declares a configuration key. ``**limits``: fields of `Key`, such as ``ge=0``."""
+    """Return a dataclass field that declares a configuration key. ``limits``: fields of `Key`, such as ``ge=0``."""
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **limits)})
 
 
@@ -147,7 +138,7 @@ class Field(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The valid values if they can be listed, else ()."""
+        """The valid values if they are a finite set, else ()."""
         return (False, True) if self.type is bool else () if self.is_list else self.key.choices
 
     @property
@@ -206,7 +197,7 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(kind: Any) -> Mapping[str, Field]:
-    """Return {name in the file: `Field`} for the keys of the dataclass ``kind``."""
+    """Return {name in the file: `Field`} of the dataclass ``kind``."""
     result = {}
     for item in dataclasses.fields(kind):
         hint, key = get_args(item.type) if get_origin(item.type) is Annotated else (item.type, item.metadata.get("key"))
@@ -225,22 +216,17 @@ def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError if ``section``, with the ``name``, has an invalid value or breaks one of ``rules``."""
+    """Raise ConfigurationError if ``section``, called ``name``, has an invalid value or breaks one of ``rules``."""
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 
 
 @dataclass(frozen=True)
 class TableFormat:
-    """TOML format of nested dataclasses.
+    """TOML format of nested dataclasses."""
 
-    - ``leaf(raw, field, where)`` converts a TOML value, or None if it is missing. ``where``: its name in messages.
-    - ``literal(value, field)`` returns a value as TOML text.
-    - ``names``: {key of a table: valid names in this table}. Other tables may have any names.
-    """
-
-    leaf: Callable[[Any, Field, str], Any]
-    literal: Callable[[Any, Field], str] = lambda value, field: toml_value(value)
-    names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)
+    leaf: Callable[[Any, Field, str], Any]  # (TOML value or None, field, name in messages) -> converted value
+    literal: Callable[[Any, Field], str] = lambda value, field: toml_value(value)  # converts to TOML text
+    names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)  # valid names in the table of a key
 
     def read(self, kind: Any, table: Mapping[str, Any], place: str = "") -> Any:
         """Return an object of the dataclass ``kind`` from a TOML ``table``. ``place``: prefix of keys in errors."""
@@ -276,7 +262,7 @@ class TableFormat:
         return {name: self._value(value, inner, f"{where}.{name}", name) for name, value in raw.items()}
 
     def lines(self, source: Any, header: str = "") -> Iterator[str]:
-        """Yield the TOML lines of the dataclass ``source``: values, then tables. ``header``: prefix of table names."""
+        """Yield the TOML lines of the dataclass object ``source``. ``header``: prefix of table names."""
         tables = []
         for key, field in fields_of(source.__class__).items():
             value = getattr(source, field.name)
@@ -306,7 +292,7 @@ def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
 
 
 def toml_value(value: Any) -> str:
-    """Return a number, text, bool, sequence or mapping as TOML text. Raises ConfigurationError for invalid Unicode."""
+    """Return ``value`` as TOML text. Raises ConfigurationError for invalid Unicode."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{toml_value(name)} = {toml_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, list | tuple):

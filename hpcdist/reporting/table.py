@@ -20,7 +20,7 @@ def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Format rows as lines of text. ``left`` holds the indices of left-aligned columns; others are right-aligned."""
+    """Format rows as aligned lines of text. ``left``: indices of left-aligned columns; others are right-aligned."""
     count = len(rows[0])
     widths = [max(len(row[column]) for row in rows) for column in range(count)]
     signs = ["<" if column in left or column - count in left else ">" for column in range(count)]
@@ -31,7 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Insert empty lines into a text table. ``groups``: group of each row; an empty line separates groups."""
+    """Insert an empty line into a text table where the group changes. ``groups``: group of each row."""
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
         if at and groups[at] != groups[at - 1]:
@@ -41,7 +41,7 @@ def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format ``rows``, the head first, as lines of a Markdown table. The first and last column are left-aligned."""
+    """Format ``rows``, the headings first, as lines of a Markdown table."""
     head, *body = rows
     marks = ["---", *["---:"] * (len(head) - 2), "---"]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]
@@ -53,23 +53,16 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Figure(Generic[Record]):
-    """A figure (value) of a record, such as the loss of a run.
+    """Column of a table or report: a value of each record, such as the loss of a run."""
 
-    ``name``: key in JSON and CSV. ``value``: function from a record to a number or text, or to None if the figure is
-    unknown. ``form``: format specification such as ".4f", or function from the value and the record to a text.
-    ``scale``: number by which a value is divided before ``form`` is applied. ``title``: heading in a table, by default
-    the name. ``unit``: UCUM code of the value. ``meaning``: definition for readers. ``reason``: function from a record
-    to the reason why its value is unknown; "" if the figure does not apply to the record.
-    """
-
-    name: str
-    value: Callable[[Record], Any]
-    form: str | Callable[[Any, Record], str] = ""
-    scale: float | None = None
-    title: str = ""
-    unit: str = ""
-    meaning: str = ""
-    reason: Callable[[Record], str] = lambda record: ""
+    name: str  # key in JSON and CSV
+    value: Callable[[Record], Any]  # returns a number or text, or None if the figure is unknown
+    form: str | Callable[[Any, Record], str] = ""  # format specification such as ".4f", or function that returns text
+    scale: float | None = None  # divides a value before ``form`` is applied
+    title: str = ""  # heading in a table, by default the name
+    unit: str = ""  # UCUM code
+    meaning: str = ""  # definition for readers
+    reason: Callable[[Record], str] = lambda record: ""  # why the value is unknown; "": the figure does not apply
 
     def text(self, record: Record) -> str:
         """Return the formatted value of ``record``, or "-" if the value is unknown."""
@@ -91,10 +84,7 @@ class Figure(Generic[Record]):
 
 
 class Catalogue(Generic[Record]):
-    """Table of ``figures``, one column per figure.
-
-    ``name``: function from a record to its name in notes. By default, this is the text of the first figure.
-    """
+    """Table of ``figures``, one column per figure. ``name``: function that returns the name of a record."""
 
     def __init__(self, *figures: Figure[Record], name: Callable[[Record], str] | None = None) -> None:
         self.figures, self._name = figures, name or figures[0].text
@@ -127,7 +117,7 @@ class Catalogue(Generic[Record]):
         return {figure.heading: reason for figure in without if (reason := figure.why_unknown(record))}
 
     def missing(self, records: Sequence[Record]) -> list[str]:
-        """Return a line per reason why values are unknown, with figures and names of records."""
+        """Return a line per reason why values are unknown, with the figures and the names of the records."""
         names: dict[tuple[str, str], list[str]] = {}
         for record in records:
             for heading, reason in self.unknown(record).items():
@@ -140,7 +130,7 @@ class Catalogue(Generic[Record]):
 
 
 def csv_text(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    """Return CSV text with the columns ``names``. ``rows``: dicts from a name to a value; unknown values are empty."""
+    """Return CSV text with the columns ``names``. ``rows``: {name: value}; unknown values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
     writer.writeheader()

@@ -14,10 +14,7 @@ __all__ = ["TemplateError", "TemplateSandbox", "Templates", "block_names", "exte
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Jinja environment whose templates, including user templates, can only render text.
-
-    Jinja's sandbox blocks access to the interpreter. This class also blocks methods of paths, which access files.
-    """
+    """Jinja environment whose templates can only render text, without access to files or the interpreter."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         of_path = isinstance(obj, PurePath) or (isinstance(obj, type) and issubclass(obj, PurePath))
@@ -27,10 +24,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 def templates(
     folder: Path, filters: Mapping[str, Callable[..., Any]], *, html: bool = False, lstrip_blocks: bool = True
 ) -> Templates:
-    """Return a Jinja environment for the templates in ``folder``.
-
-    ``filters``: Jinja filters, keyed by name. Keyword-only ``html``: True to escape all inserted values for HTML.
-    """
+    """Return a Jinja environment for the templates in ``folder``. ``html``: escape inserted values for HTML."""
     environment = TemplateSandbox(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -44,7 +38,7 @@ def templates(
 
 
 def extended(existing: Templates, name: str, base: str, text: str) -> Templates:
-    """Return ``existing`` with a new template ``name``, which is template ``base`` with the blocks in ``text``."""
+    """Return ``existing`` with a new template ``name``: the template ``base`` with its blocks replaced by ``text``."""
     assert existing.loader is not None
     over = jinja2.DictLoader({name: f'{{% extends "{base}" %}}\n{text}'})
     return existing.overlay(loader=jinja2.ChoiceLoader([over, existing.loader]))

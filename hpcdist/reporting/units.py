@@ -12,12 +12,12 @@ _BYTES: Final = re.compile(r"([0-9]{1,19})([KMGTP]?)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes such as 4096, 16K or 1m (binary units, either case). Raises ValueError."""
+    """Parse a number of bytes such as 4096, 16K or 1m in binary units. Raises ValueError."""
     return parse_size(text, "bytes")
 
 
 def parse_size(text: str, noun: str) -> int:
-    """Parse a number such as 4096, 16K or 1M (binary units). Raises ValueError. ``noun``: unit in the error."""
+    """Parse a number such as 4096, 16K or 1M in binary units. ``noun``: unit in the error. Raises ValueError."""
     match = _BYTES.fullmatch(text)
     size = int(match[1]) * UNITS[match[2].upper()] if match else 0
     if match and size > LARGEST_BYTES:
@@ -94,7 +94,7 @@ _NUMBERED: Final = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
 def format_ranges(numbers: Sequence[int], separator: str = ",") -> str:
-    """Format ascending integers as ranges: (0, 1, 2, 5) becomes 0-2,5 with the default ``separator``."""
+    """Format ascending integers as ranges: (0, 1, 2, 5) becomes "0-2,5"."""
     return separator.join(_span(first, last) for first, last in _runs(numbers))
 
 
@@ -133,7 +133,7 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Join ``texts`` of the hosts ``labels``: "n[1-2]: 4 GPUs; n3: 2 GPUs". Equal texts are returned once."""
+    """Join the texts of hosts: "n[1-2]: 4 GPUs; n3: 2 GPUs". Hosts with equal texts are joined."""
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):
         groups.setdefault(text, []).append(label)

@@ -27,7 +27,7 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
-    """Return the variables in ``environment`` that change how MPI sends messages. ``*more``: further prefixes."""
+    """Return the environment variables that change how MPI sends messages. ``more``: further prefixes."""
     begin = (*MPI_SETTINGS, *more)
     return {
         name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS
@@ -35,12 +35,12 @@ def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """Return {package: version} of the packages whose measurements other versions may not use."""
+    """Return {package: version} of the packages on which stored measurements depend."""
     return {name: package_version(name, "not installed") for name in ("hpcdist", "mpi4py", "numpy")}
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default below ``~/.cache``. Raises StorageError."""
+    """Return ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default below ``~/.cache``. Raises StorageError."""
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / kind

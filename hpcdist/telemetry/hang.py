@@ -163,7 +163,7 @@ def analyse(
     now_ns: int | None = None,
     unreadable: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run from the ``records`` of its ranks. ``unreadable``: {rank: error} of damaged records."""
+    """Diagnose a run from its ranks' ``records``. A wait of ``patience_s`` seconds counts as a hang."""
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)

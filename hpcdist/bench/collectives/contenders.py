@@ -49,24 +49,25 @@ VALUES: Final = 5  # contents are 0 to 4: sums are exact in float32 for millions
 _REPEATS: Final = 128
 
 
-def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
+def last_level_cache_bytes() -> int | None:
     """Return the size of the largest CPU cache in bytes, or None if unknown. Local."""
-    texts = [path.read_text().strip() for path in folder.glob("index*/size")]
+    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    texts = [path.read_text().strip() for path in paths]
     return max((parse_bytes(text) for text in texts if re.fullmatch(r"[1-9]\d*[KMG]", text)), default=None)
 
 
-def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
-    """Return the available memory of this node in bytes. ``path``: Linux's report on its memory. Local."""
+def available_bytes() -> int:
+    """Return the available memory of this node in bytes. Local."""
     # Without MemAvailable in the report, half of the physical memory counts as available.
     try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
         match = None
     return int(match[1]) << 10 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
-    """Return the number of buffers of ``nbytes`` bytes to use in turn: 1 if ``hot``, else more than the cache holds."""
+    """Return the number of buffers to use in turn: 1 if ``hot``, else more than the CPU cache holds."""
     return 1 if hot else max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
 
 
@@ -97,12 +98,12 @@ class BufferContents:
             yield start, piece, tile[: piece.size]
 
     def fill(self, buffer: np.ndarray, rank: int, first_element: int) -> None:
-        """Write the test input of ``rank`` into ``buffer``, beginning with its element ``first_element``. Local."""
+        """Write the test input of ``rank`` into ``buffer``, from element ``first_element`` of the input on. Local."""
         for _, piece, values in self._pieces(buffer, rank, first_element):
             piece[...] = values
 
     def fill_slots(self, slots: np.ndarray, rank: int) -> None:
-        """Write the test input of ``rank`` into each row of the array ``slots``. Row k starts with element k. Local."""
+        """Write the test input of ``rank`` into each row of ``slots``, from element k on in row k. Local."""
         # Rows are written in order, so that the cache holds the last rows.
         count, size = slots.shape
         num_grouped = 0
@@ -115,9 +116,9 @@ class BufferContents:
             self.fill(slots[slot], rank, slot)
 
     def first_difference(self, buffer: np.ndarray, rank: int | None, first_element: int) -> int:
-        """Return the first index at which ``buffer`` differs from the expected values, or -1.
+        """Return the first index at which ``buffer`` differs from the test input of ``rank``, or -1.
 
-        Expected is the input of ``rank`` (None: the sum of all inputs), beginning with element ``first_element``.
+        ``rank`` None: compare with the sum of all inputs. ``first_element``: first element of the input to compare.
         """
         for start, piece, values in self._pieces(buffer, rank, first_element):
             differs = piece.view(self._bits) != values.view(self._bits)  # no value is a negative zero
@@ -128,7 +129,7 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """Expected values of a range of a result: the input of ``rank``, or the sum of all inputs (None)."""
+    """Expected result of a collective: a range of the input of ``rank``, or of the sum of all inputs (None)."""
 
     part: Range
     rank: int | None
@@ -136,7 +137,7 @@ class ExpectedResult:
 
 
 class BufferPool:
-    """Memory for ``count`` pairs of a buffer and a result array. The benchmarked algorithms use the pairs in turn."""
+    """Memory for ``count`` pairs of a buffer and a result array, which benchmarked algorithms use in turn."""
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
         self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
@@ -144,7 +145,7 @@ class BufferPool:
         self._users: list[int] = []  # the contender of each slot used since the last fill
 
     def buffer(self, slot: int) -> np.ndarray:
-        """Return the buffer number ``slot``, on which a collective works in place."""
+        """Return buffer number ``slot``, on which a collective works in place."""
         return self._view(self.memory, slot)
 
     def result(self, slot: int) -> np.ndarray:
@@ -161,7 +162,7 @@ class BufferPool:
         return len(self._users) == self.count
 
     def take(self, contender: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an unused (buffer, result array), and record its user: the algorithm with the index ``contender``."""
+        """Return an unused (buffer, result array) for algorithm number ``contender``."""
         slot = len(self._users)
         self._users.append(contender)
         return self.buffer(slot), self.result(slot)
@@ -175,7 +176,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return a text on the first wrong element of algorithm number ``contender``, or "" if correct. Local."""
+        """Return a text about the first wrong element of algorithm number ``contender``, or "" if correct. Local."""
         for slot in (slot for slot, user in enumerate(self._users) if user == contender):
             data = self.result(slot) if in_result else self.buffer(slot)
             for item in expected:
@@ -191,7 +192,7 @@ Run = Callable[[np.ndarray, np.ndarray], None]  # (buffer, result): works in pla
 
 @dataclass(frozen=True)
 class CollectivesContender:
-    """Algorithm to benchmark, with a function that runs it, on "ordinary" or "shared" memory."""
+    """Algorithm to benchmark on "ordinary" or "shared" memory, with a function that runs it."""
 
     algorithm: str
     buffers: str
@@ -252,7 +253,7 @@ def algorithms(op: str) -> tuple[str, ...]:
 
 
 def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
-    """Return those kinds of memory in ``requested`` on which ``algorithm`` is measured for ``op``. Local."""
+    """Return the kinds of memory in ``requested`` on which ``algorithm`` is measured for ``op``. Local."""
     # "native" and all-to-all use ordinary memory only. If both kinds are requested, only algorithms that read shared
     # memory are measured on it.
     if algorithm == NATIVE:
@@ -264,14 +265,14 @@ def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
 def contender(
     comm: Communicator, cell: CollectivesCell, algorithm: str, memory_kind: str, chosen: str = ""
 ) -> CollectivesContender:
-    """Prepare ``algorithm`` (for "auto": the algorithm ``chosen``) to be benchmarked. Collective over ``comm``."""
+    """Prepare ``algorithm`` for the benchmark. ``chosen``: algorithm that "auto" uses. Collective over ``comm``."""
     prepare = _OPERATIONS[cell.op][1]
     run, expected = prepare(comm, cell, chosen or algorithm)
     return CollectivesContender(algorithm, memory_kind, run, tuple(expected), in_result=prepare is _all_to_all)
 
 
 def references(comm: Communicator) -> list[CollectivesContender]:
-    """Return transfers to compare with: a memory copy, and an exchange between two nodes. Collective."""
+    """Return transfers for comparison: a memory copy, and an exchange between two nodes. Collective."""
     contenders = [CollectivesContender(MEMCPY, ORDINARY, lambda buffer, result: np.copyto(result, buffer), None)]
     members = comm.nodes().members
     if len(members) > 1:
@@ -298,7 +299,7 @@ def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndar
 
 
 def chosen(comm: Communicator, dtype: np.dtype, memory_kind: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Measure the fastest allreduce algorithm for sizes up to ``max_bytes``. Return the table. Collective."""
+    """Measure the fastest allreduce algorithm for each size up to ``max_bytes``, and return the table. Collective."""
     request = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=dtype,

@@ -43,7 +43,7 @@ class CollectivesRow(ConfigurationKey):
 
 
 def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
-    """Return a row per configuration, sorted by operation, dtype, ranks and size. The MPI library comes first."""
+    """Return a table row per configuration, sorted by operation, dtype, ranks and size, the MPI library first."""
     configurations = list(configurations)
     native_s = {
         _cell(configuration): float(np.median(configuration.slowest_s))
@@ -127,7 +127,7 @@ def text(table: Sequence[CollectivesRow]) -> str:
 
 
 def notes(table: Sequence[CollectivesRow]) -> list[str]:
-    """Return text lines to print below the rows ``table``: measurement conditions, start delays and wrong results."""
+    """Return text lines about measurement conditions, start delays and wrong results, to print below the table."""
     lines = []
     if any(row.cache == COLD for row in table):
         lines.append("cold: each iteration used a different buffer, so the data came from memory (without --hot)")

@@ -76,7 +76,7 @@ class CollectivesCell:
 
 @dataclass(frozen=True)
 class CellLimits:
-    """Length of the measurement of one collective and size: ``iterations``, or else about ``seconds``."""
+    """Length of one measurement: a number of ``iterations``, or about ``seconds`` if that is not set."""
 
     seconds: float  # of all algorithms together, if ``iterations`` is None
     iterations: int | None
@@ -99,7 +99,7 @@ class CollectivesRequest(CellLimits):
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return the numbers of elements that each rank sends to rank 0, 1, ... Rank 0 receives ``size`` in total."""
+    """Return the number of elements that each rank sends to rank 0, 1, ... Rank 0 receives ``size`` in total."""
     first = size // ranks
     if op.endswith("-zipf"):
         return [first // (rank + 1) for rank in range(ranks)]
@@ -109,14 +109,14 @@ def part_sizes(op: str, size: int, ranks: int) -> list[int]:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return (bus bandwidth) / (algorithm bandwidth) of ``op`` on ``ranks`` ranks. It is 0 on 1 rank."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth of ``op``. It is 0 on one rank."""
     if op == "broadcast":
         return float(ranks > 1)
     return (2.0 if op == "allreduce" else 1.0) * (ranks - 1) / ranks
 
 
 def sizes(texts: Iterable[str]) -> tuple[int, ...]:
-    """Return the sizes and ranges in ``texts`` ("16K", "4K-64M x4") in bytes, ascending. Raises UsageError."""
+    """Parse sizes and ranges such as "16K" and "4K-64M x4". Return bytes, ascending. Raises UsageError."""
     numbers: set[int] = set()
     for text in texts:
         position, stripped = 0, text.strip()
@@ -143,7 +143,7 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
 
 
 def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
-    """Return (combinations to measure, in a random order that is equal on all ranks; messages). Local."""
+    """Return the combinations to measure, in random order equal on all ranks, and messages. Local."""
     combinations, notes = [], []
     for dtype in request.dtypes:
         for op in request.operations:

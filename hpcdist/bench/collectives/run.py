@@ -146,7 +146,7 @@ class CellTiming:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Memory for the buffers of a whole benchmark. Several runs can share it."""
+    """Memory for the buffers of a benchmark, which several runs can share."""
 
     pieces: dict[str, np.ndarray]  # buffers, by kind of memory
     result: np.ndarray  # memory of the results
@@ -161,7 +161,7 @@ class PoolMemory:
 
 
 def take_memory(comm: Communicator, request: results.CollectivesRequest, notes: list[str]) -> PoolMemory:
-    """Allocate memory for ``request``. ``notes``: list to append warnings to. Raises UsageError. Collective."""
+    """Allocate memory for ``request``. Append warnings to ``notes``. Raises UsageError. Collective."""
     kinds = dict.fromkeys([ORDINARY, *request.buffers])
     limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (1 + len(kinds))
     # All ranks need the same number of slots: use the minimum of the memory and the maximum of the cache.
@@ -231,10 +231,7 @@ def run(
     print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Run the benchmark ``request``. ``save`` stores results on rank 0. Collective over ``comm``.
-
-    ``memory``: result of `take_memory`, or None. Raises UsageError if a requested algorithm is unsupported.
-    """
+    """Run the benchmark ``request``. ``save`` stores results on rank 0. Raises UsageError. Collective over ``comm``."""
     order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)
     contents = {name: BufferContents(comm.size, dtype_of(name)) for name in request.dtypes}

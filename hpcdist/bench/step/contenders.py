@@ -86,7 +86,7 @@ def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
 
 
 def cross_entropy(logits: Any, targets: Any) -> Any:
-    """Return the mean loss of ``logits`` for the labels ``targets`` (token ids of shape (batch, context))."""
+    """Return the mean cross-entropy loss of ``logits`` for ``targets``, token ids of shape (batch, context)."""
     return load_torch().nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -111,7 +111,7 @@ class TorchRun:
         self._module = torch.compile(module) if name == COMPILED else module
 
     def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
-        """Run a step on tokens ``x`` and labels ``targets`` after a barrier. Return durations and loss. Collective."""
+        """Run a step after a barrier of ``barrier_comm``. Return durations and loss. Collective."""
         torch = load_torch()
         wide_x, wide_targets = (torch.from_numpy(array.astype(np.int64)) for array in (x, targets))
         self._number += 1
@@ -143,7 +143,7 @@ def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
 
 
 def try_compile() -> None:
-    """Compile a function with torch.compile and call it. Raises RuntimeError if there is no compiler or no support."""
+    """Compile and call a function with torch.compile. Raises RuntimeError if compilation is unsupported."""
     torch = load_torch()
     torch.compile(lambda x: (x * x + x).sum())(torch.ones(8, requires_grad=True)).backward()
 
@@ -163,7 +163,7 @@ def torch_product(side: int) -> Callable[[], float]:
 
 
 def begin_jax(threads: int) -> None:
-    """Import JAX, restricted to one thread if ``threads`` is 1. Raises MissingCapabilityError."""
+    """Import JAX, limited to one thread if ``threads`` is 1. Raises MissingCapabilityError."""
     if threads == 1:  # JAX reads XLA_FLAGS when it is imported
         one_thread = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {one_thread}".strip()
@@ -174,7 +174,7 @@ def begin_jax(threads: int) -> None:
 
 
 def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
-    """Return a GPT in JAX as an hpcdist model, with the sizes of ``model`` and its parameters in ``store``. Local."""
+    """Return a JAX version of the GPT ``model`` as an hpcdist model, with its parameters in ``store``. Local."""
     from hpcdist.adapters.jax.model import wrap
 
     block = partial(_block, heads=shape.heads)

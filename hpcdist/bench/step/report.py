@@ -20,7 +20,7 @@ PASSES: Final = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class StepTableRow:
-    """Table row of one benchmarked implementation. Durations are medians over steps, on the slowest rank."""
+    """Table row of one benchmarked implementation. Durations are medians over steps of the slowest rank."""
 
     name: str
     step_s: float
@@ -40,7 +40,7 @@ class StepTableRow:
 
 
 def peak_flops_per_s(results: StepResults) -> dict[str, float]:
-    """Return {library: peak in flop/s}: (number of ranks) x (speed of the slowest rank)."""
+    """Return {library: number of ranks times the peak speed of the slowest rank, in flop/s}."""
     rates = results.matmul_flops_per_s
     return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
@@ -97,7 +97,7 @@ _FIGURES: Final[Catalogue[StepTableRow]] = Catalogue(
 
 
 def text(results: StepResults) -> str:
-    """Format ``results`` as text: table of implementations, operations, losses, memory, left-out implementations."""
+    """Format ``results`` as text: tables of implementations, operations, losses and memory, and skipped ones."""
     table, about = rows(results), results.provenance
     model = ", ".join(f"{name} {value}" for name, value in asdict(results.shape).items())
     machine = f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}"
@@ -120,7 +120,7 @@ def text(results: StepResults) -> str:
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
-    """Return the median seconds per step by (kind of operation, pass). ("other", "step"): the remaining time."""
+    """Return {(operation kind, pass): median seconds per step}. ("other", "step"): the remaining time."""
     seconds = dict(case.operation_s)
     step_s = seconds.pop(("all", "step"), None)
     if step_s is not None:

@@ -93,7 +93,7 @@ class TimedRun(TimedTraining):
         super().__init__(context, ParallelConfig(), initial)
 
     def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
-        """Run a step on tokens ``x`` and labels ``targets``. Return durations and the global loss. Collective."""
+        """Run a step on tokens ``x`` and labels ``targets``. Return durations and global loss. Collective."""
         done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, barrier_comm)
         phases: defaultdict[str, float] = defaultdict(float)
         for operation, (first_s, last_s) in zip(self.operations, self.timer.timed, strict=True):
@@ -101,7 +101,7 @@ class TimedRun(TimedTraining):
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 
     def profile(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> Seconds:
-        """Run a training step with timed operations. Return {(kind of operation, pass): seconds}. Collective."""
+        """Run a step and time its operations. Return {(operation kind, pass): seconds}. Collective."""
         # Further keys are "clipping" (with the gradient norm), "update", "communication" and "all" (the whole step).
         seconds: Seconds = defaultdict(float)
         before = self.model.operations

@@ -69,7 +69,7 @@ class TrialCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialVariant:
-    """``[[trial]]`` table of a sweep file. Empty ``ranks``: the numbers of ranks of the whole sweep."""
+    """``[[trial]]`` table of a sweep file. Empty ``ranks``: use the numbers of ranks of the whole sweep."""
 
     name: str
     settings: Mapping[str, Any]
@@ -188,7 +188,7 @@ def _ranks(value: Any, place: str) -> tuple[int, ...]:
 
 
 def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
-    """Return the trials of ``sweep`` in the order of its file. Raises ConfigurationError, e.g. for equal trials."""
+    """Return the trials of ``sweep`` in the order of its file. Raises ConfigurationError."""
     candidates = list(_candidates(sweep, recipes))
     excluded = _excluded(sweep, recipes, candidates)
     trials: dict[str, SweepTrial] = {}
@@ -264,7 +264,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return a text "key=value" for each item of ``choice``. Unique last components stand for dotted keys."""
+    """Return a text "key=value" for each item of ``choice``. Keys are shortened to their last component if unique."""
     names = [key.rpartition(".")[2] for key in choice]
     return [
         f"{name if names.count(name) == 1 else key}={value}"
@@ -273,7 +273,7 @@ def labels(choice: Mapping[str, Any]) -> list[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix``: text before each key."""
+    """Yield (dotted key, value) for each value in a nested dict. ``prefix``: text before each key."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -282,7 +282,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
-    """Return the index of the trial whose index, id or name is ``text``. Raises UsageError if there is not one."""
+    """Return the index of the only trial with the index, id or name ``text``. Raises UsageError."""
     number = int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
     last = len(trials) - 1
     if number is not None and 0 <= number <= last:
@@ -320,7 +320,7 @@ def trial_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
-    """Return the text of a sweep file that lists ``trials`` explicitly, with ``repeats`` runs of each trial."""
+    """Return the text of a sweep file that lists ``trials`` explicitly, with ``repeats`` runs of each."""
     # Values that all trials share are written once, as recipe tables.
     keys = {trial.id: _toml_by_key(trial.recipe) for trial in trials}
     first, *others = keys.values()

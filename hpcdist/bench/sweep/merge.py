@@ -53,10 +53,7 @@ class MergeSummary:
 
 
 def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeSummary:
-    """Merge sweep results files into the file ``output``, which may be new. Successes replace failures. Local.
-
-    Raises StorageError for a bad file, and UsageError for contradicting files. Keyword ``mixed``: accept all commits.
-    """
+    """Merge sweep results files into ``output``. Unless ``mixed``, different commits raise UsageError. Local."""
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise StorageError(f"{', '.join(missing)}: no such file; run the trials of these files, or leave the files out")
     is_new = not output.exists()

@@ -19,7 +19,7 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Table row of one configuration in a sweep. Figures are medians over its runs. None: unknown."""
+    """Table row of one sweep configuration, with medians over its runs. None: unknown."""
 
     name: str
     ranks: int
@@ -87,12 +87,12 @@ def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
 
 
 def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarray:
-    slowest = [most_of_ranks(repeat.samples[name][first:]) for repeat in good]
+    slowest = [max_of_ranks(repeat.samples[name][first:]) for repeat in good]
     return np.concatenate(slowest) if slowest else np.zeros(0)
 
 
-def most_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over the ranks of ``samples``, of shape (iterations, ranks), without NaN."""
+def max_of_ranks(samples: np.ndarray) -> np.ndarray:
+    """Return the maxima over ranks of ``samples``, an array (iterations, ranks), without unknown iterations."""
     maxima = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
     finite: np.ndarray = maxima[np.isfinite(maxima)]
     return finite
@@ -150,7 +150,7 @@ _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processo
 
 
 def text(path: Path, results: SweepResults) -> str:
-    """Return the results of a sweep as a text table, followed by the lines of `notes`. ``path``: name of the file."""
+    """Return the results of a sweep as a text table, followed by the `notes`. ``path``: results file."""
     table = rows(results)
     if not table:
         return f"{path}: no trial has ended yet"
@@ -161,13 +161,13 @@ def text(path: Path, results: SweepResults) -> str:
 
 
 def markdown(results: SweepResults) -> str:
-    """Return the results of a sweep as a Markdown table, followed by the lines of `notes`."""
+    """Return the results of a sweep as a Markdown table, followed by the `notes`."""
     table = rows(results)
     return "\n".join([*ROWS.markdown(table), *(f"\n{note}" for note in notes(results, table))])
 
 
 def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
-    """Return text lines about failed runs, and about different versions. ``table``: result of `rows`."""
+    """Return text lines about failed runs and different versions. ``table``: result of `rows`."""
     by_reason: dict[str, list[str]] = {}
     for row in table:
         if "failed" in row.reasons:
@@ -182,13 +182,13 @@ def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
 
 
 def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
-    """Return the results of a sweep as JSON values; unknown figures are null. ``path``: name of the file."""
+    """Return the results of a sweep as JSON values, null if unknown. ``path``: results file."""
     configurations = [asdict(row) | {"status": row.status} for row in rows(results)]
     return {"results": str(path), "provenance": dict(results.provenance), "configurations": configurations}
 
 
 def plot(results: SweepResults, file: Path) -> None:
-    """Plot the results of a sweep to ``file``, as in `draw`. Raises HpcdistError if that is impossible."""
+    """Plot the results of a sweep to ``file``, as in `draw`. Raises HpcdistError."""
     inches = plot_inches(results)
     plotting.check_plot(file)
     with plotting.chart_style(), plotting.drawing(file, *inches) as figure:
@@ -205,10 +205,7 @@ def plot_inches(results: SweepResults) -> tuple[float, float]:
 
 
 def draw(figure: Any, results: SweepResults) -> None:
-    """Draw the results of a sweep into ``figure``. Raises UsageError if no run was successful.
-
-    The plot shows the loss over the only numeric key that varies, or else the speed of each configuration.
-    """
+    """Draw the results of a sweep: the loss over the only varying numeric key, else the speeds. Raises UsageError."""
     measured = _measured(results)
     if (axis := swept(results, measured)) is not None:
         _loss_over(figure.subplots(), axis, measured)
@@ -293,7 +290,7 @@ def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
 
 
 def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return {configuration: its rows} for configurations measured on several numbers of ranks."""
+    """Return {configuration: its rows} of all configurations measured on several numbers of ranks."""
     by_name: dict[str, list[SweepRow]] = {}
     for row in sorted(measured, key=lambda row: row.ranks):
         by_name.setdefault(row.name, []).append(row)
@@ -301,7 +298,7 @@ def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return (speed per rank) / (speed per rank of the first row) for ``rows`` of one configuration."""
+    """Return the speed per rank of each row, divided by the speed per rank of the first row."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 

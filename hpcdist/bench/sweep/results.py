@@ -41,7 +41,7 @@ check_place: Final = atomic.check_folder
 
 @dataclass(frozen=True)
 class TrialRepeat:
-    """One run of a configuration. ``samples``: {name: array of shape (iteration, rank) or (iteration,)}."""
+    """One run of a configuration. ``samples``: {name: array (iteration, rank) or (iteration,)}."""
 
     number: int
     status: str
@@ -56,7 +56,7 @@ class TrialRepeat:
 
 @dataclass(frozen=True)
 class SweepConfiguration:
-    """Configuration in a sweep: a recipe as TOML text, a number of MPI ranks, and its runs (``repeats``)."""
+    """Sweep configuration: a recipe as TOML text, a number of MPI ranks, and its runs (``repeats``)."""
 
     id: str
     name: str
@@ -75,7 +75,7 @@ class SweepConfiguration:
         return [repeat for repeat in self.repeats if repeat.status != OK]
 
     def figures(self, name: str) -> list[Any]:
-        """Return the values of ``name`` in the summaries of the successful runs that have it."""
+        """Return the values of ``name`` in the summaries of the successful runs."""
         return [value for repeat in self.good if (value := repeat.summary.get(name)) is not None]
 
 
@@ -86,7 +86,7 @@ def status_text(ok: int, failed: int) -> str:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Content of a results file. Configurations are sorted by ranks, then by position in the sweep."""
+    """Content of a sweep results file. Configurations are sorted by ranks, then by order in the sweep."""
 
     provenance: Mapping[str, str]
     configurations: tuple[SweepConfiguration, ...]
@@ -125,7 +125,7 @@ def _lock(path: Path) -> int:
 
 
 def prepare(path: Path, provenance: Mapping[str, str]) -> None:
-    """Create the results file ``path`` with the attributes ``provenance``. If it exists, check its format."""
+    """Create the results file ``path`` with the attributes ``provenance``, or check the format of an existing file."""
     if path.exists():
         files.open_read(path, SCHEMA, VERSION).close()
     else:

@@ -14,12 +14,12 @@ Measure = Callable[[SweepTrial, float], TrialOutcome]  # runs a trial with a tim
 
 
 class SweepStopped(BaseException):
-    """Exception that stops a sweep: the current trial is ended and its result is not recorded."""
+    """Exception that stops a sweep. The current trial is ended, and its result is not recorded."""
 
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """Planned run of a sweep. ``status``: recorded status "ok" or "failed". "": the run must still be made."""
+    """Planned run of a sweep. ``status``: recorded status "ok" or "failed", or "" if not yet run."""
 
     trial: SweepTrial
     position: int
@@ -39,7 +39,7 @@ class SweepTally:
 def plan(
     trials: Sequence[SweepTrial], repeats: int, results_path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the runs of a sweep in execution order. ``only``: index of a single trial, or None for all trials."""
+    """Return the runs of a sweep in order. ``only``: index of the only trial to run, or None for all trials."""
     # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
     statuses = results.statuses(results_path) if results_path.exists() else {}
     items = []
@@ -53,7 +53,7 @@ def plan(
 
 @dataclass(frozen=True)
 class SeriesLimits:
-    """Time limits in seconds: ``trial_s`` for each run, and ``budget_s`` for one call of the function `run`."""
+    """Time limits in seconds: ``trial_s`` for each run, and ``budget_s`` for all runs together."""
 
     trial_s: float
     budget_s: float = float("inf")

@@ -39,7 +39,7 @@ Command = Callable[[SweepTrial, Path, Path], list[str]]  # (trial, recipe file, 
 
 
 class TrialSample(NamedTuple):
-    """Samples of one quantity, with shape (iteration, rank), or (iteration,) if all ranks have the same value."""
+    """Samples of one quantity, an array (iteration, rank), or (iteration,) if equal on all ranks."""
 
     values: np.ndarray
     units: str
@@ -48,7 +48,7 @@ class TrialSample(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Result of one run of a trial. ``summary``, ``samples``: set after a success. ``reason``: after a failure."""
+    """Result of a run. ``summary``, ``samples``: set after a success. ``reason``: set after a failure."""
 
     status: str
     started_utc: str
@@ -62,7 +62,7 @@ class TrialOutcome:
 
 
 def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
-    """Return the command line that trains ``recipe`` (a file) for ``trial``. ``out``: run directory."""
+    """Return the command line that trains the file ``recipe`` for ``trial``. ``out``: run directory."""
     launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", str(trial.ranks), "--grace", f"{GRACE_S:g}"]
     return [*launcher, *options, "train", str(recipe), "--out", str(out), "--json"]
 
@@ -70,10 +70,7 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
 def run(
     trial: SweepTrial, folder: Path, limit_s: float, command_line: Command, environment: Mapping[str, str]
 ) -> TrialOutcome:
-    """Run ``trial`` as a subprocess for at most ``limit_s`` seconds. Return the result. Local.
-
-    ``folder``: empty directory for its files. ``command_line``: function that returns the command line.
-    """
+    """Run ``trial`` as a subprocess in the empty directory ``folder`` for at most ``limit_s`` seconds. Local."""
     libc = ctypes.CDLL(None)
 
     def prepare_child() -> None:

@@ -39,21 +39,18 @@ class _FileRegion:
 
 
 def key_of(tensor: StoredTensor) -> str:
-    """Return the name of ``tensor`` in an exported file."""
+    """Return the key of ``tensor`` in an exported file: its name, after its kind if it is not a parameter."""
     return tensor.name if tensor.kind == PARAMETERS else f"{tensor.kind}/{tensor.name}"
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return the step, the non-tensor state and the kinds of tensors in the manifest ``loaded``, as JSON text."""
+    """Return JSON text with the step, the scalars and the kinds of tensors in the manifest ``loaded``."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the parameters in the manifest ``loaded``, or all tensors if ``optimizer`` is True.
-
-    Raises UsageError if there are none.
-    """
+    """Return the parameters of the checkpoint, or all its tensors if ``optimizer``. Raises UsageError if empty."""
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")
@@ -61,16 +58,13 @@ def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
 
 
 def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTensor, int]]) -> None:
-    """Copy tensors of the checkpoint directory ``checkpoint`` to the file descriptor ``fd``.
-
-    ``offsets``: pairs of a tensor and its byte offset in the file. Raises StorageError, OSError.
-    """
+    """Copy pairs (tensor, byte offset) of a checkpoint directory to the file ``fd``. Raises StorageError, OSError."""
     regions = [(tensor, _FileRegion(fd, offset, dtype_of(tensor.dtype))) for tensor, offset in offsets]
     restore(checkpoint, [piece_in_file(tensor, region) for tensor, region in regions])
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` with all elements of ``tensor``. ``store``: object that reads or writes these elements."""
+    """Return a `Piece` with all elements of ``tensor``, which the object ``store`` reads or writes."""
     elements = Range(0, tensor.size)
     array: Any = FileSlice(store, elements)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), elements, array)
@@ -78,10 +72,7 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
 
 @contextmanager
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Context manager that creates all files ``paths``, or none of them. Yield {path: temporary path to write to}.
-
-    The exit renames the temporary files. Raises StorageError on failure, or if a path exists.
-    """
+    """Create all files ``paths``, or none. Yield {path: temporary path to write}. Raises StorageError."""
     for path in paths:
         if path.exists():
             raise StorageError(f"{path} exists already; remove the file, or choose another output name")

@@ -40,10 +40,7 @@ _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = 
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return ("safetensors" or "torch", path of the file to open). ``path``: that file, or its directory.
-
-    Raises StorageError if there is not exactly one such file, and UsageError for an unknown format.
-    """
+    """Return ("safetensors" or "torch", file to open) of a file or directory. Raises StorageError and UsageError."""
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
@@ -60,10 +57,7 @@ def format_of(path: Path) -> tuple[str, Path]:
 
 
 class ForeignFile:
-    """Context manager for an open file that hpcdist did not write, such as safetensors.
-
-    Raises MissingCapabilityError if the library for its format is not installed, StorageError for other errors.
-    """
+    """Context manager for an open file of another program, such as safetensors. Raises HpcdistError."""
 
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
@@ -85,7 +79,7 @@ class ForeignFile:
         self.reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return a `Piece` for every tensor of the file. Its elements are read later, on demand."""
+        """Return one `Piece` per tensor of the file, whose elements are read on demand."""
         return [
             piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
             for index, tensor in enumerate(self.tensors)
@@ -93,7 +87,7 @@ class ForeignFile:
 
     @contextmanager
     def library_errors(self) -> Iterator[None]:
-        """Context manager that raises the errors of the library for this format as errors of hpcdist."""
+        """Convert errors of the library for this format, raised in the block, to errors of hpcdist."""
         try:
             yield
         except MissingCapabilityError as error:
@@ -182,10 +176,10 @@ def import_checkpoint(
     inputs: Mapping[str, int] | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> ImportedCheckpoint:
-    """Save the tensors of the file ``source`` as the first checkpoint of the run directory ``run_dir``.
+    """Save the tensors of the file ``source`` as the first checkpoint of ``run_dir``. Raises StorageError, UsageError.
 
-    ``step``: None for the step in the file, or 0. ``inputs``: model sizes by name. ``keys``: new names of the tensors
-    to import, by name in the file. Raises StorageError, or UsageError if ``run_dir`` has checkpoints.
+    ``step``: None for the step in the file, or 0. ``inputs``: model sizes by name. ``keys``: {name in the file: new
+    name} of the tensors to import, or None for all.
     """
     # ``inputs`` is ignored if hpcdist exported the file.
     directory = run_dir / "checkpoints"

@@ -58,10 +58,7 @@ class TensorLocation:
 def write(
     checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to safetensors files of at most ``shard_bytes``, and return their paths.
-
-    If there are several files, the last path is an index file. ``loaded``: manifest of the checkpoint.
-    """
+    """Write ``tensors`` to safetensors files of at most ``shard_bytes``. Return their paths, the index file last."""
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
     numbered = [out.with_name(f"{stem}-{k + 1:05d}-of-{len(groups):05d}{SUFFIX}") for k in range(len(groups))]
@@ -89,7 +86,7 @@ def write(
 
 
 def split_into_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Return a list of ``tensors`` for each file of at most ``max_bytes``. A larger tensor gets its own file."""
+    """Split ``tensors`` into lists of at most ``max_bytes``. A larger tensor gets its own list."""
     groups: list[list[StoredTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:
@@ -104,7 +101,7 @@ def split_into_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[li
 def header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[StoredTensor, int]]]:
-    """Return (file header, pairs of a tensor and its byte offset). ``metadata``: texts to store in the header."""
+    """Return the file header, which includes ``metadata``, and pairs (tensor, byte offset in the file)."""
     # Tensors with the widest elements come first, so that every tensor is aligned to its element size without holes.
     ordered = sorted(tensors, key=lambda item: -dtype_of(item.dtype).itemsize)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -180,10 +177,7 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
 
 
 class SafetensorsReader:
-    """Reader of one safetensors file, or of all files that an index file lists. The caller must call `close`.
-
-    The constructor and `read` raise ValueError or OSError if a file is damaged.
-    """
+    """Reader of a safetensors file, or of all files in an index file. Raises ValueError or OSError for damage."""
 
     def __init__(self, path: Path) -> None:
         self.tensors: list[StoredTensor] = []

@@ -40,10 +40,7 @@ def import_torch() -> ModuleType:
 
 
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``, without loading all into memory.
-
-    ``loaded``: manifest of the checkpoint. ``nested``: True for a dict of dicts by kind. Raises StorageError.
-    """
+    """Write ``tensors`` to ``out`` with ``torch.save``. ``nested``: as a dict of dicts by kind. Raises StorageError."""
     module = import_torch()
     offsets, position = [], 0
     for tensor in tensors:
@@ -75,10 +72,7 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 
 
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return {checkpoint name: names in the user's PyTorch model} of ``tensors``. A tied tensor has several names.
-
-    ``loaded``: manifest of the checkpoint. Returns {} if hpcdist defines the model, or if two tensors share a name.
-    """
+    """Return {checkpoint name: names in the user's PyTorch model} of ``tensors``, or {} if unknown or ambiguous."""
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
         return {}
@@ -102,11 +96,7 @@ def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: i
 
 
 class TorchReader:
-    """Reader of a state dict written by ``torch.save``. The caller must call `close`.
-
-    Tensors are memory-mapped, and pickled code is not run. Raises ValueError if the file is no state dict, and any
-    exception of torch if it is damaged.
-    """
+    """Reader of a state dict from ``torch.save``. Pickled code is not run. Raises any exception of torch."""
 
     def __init__(self, path: Path) -> None:
         module = import_torch()
@@ -125,7 +115,7 @@ class TorchReader:
         self._flat: tuple[int, np.ndarray | None] = (-1, None)
 
     def read(self, index: int, elements: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with the ``elements`` of tensor number ``index``. The last tensor stays in memory."""
+        """Fill ``out`` with the ``elements`` of tensor number ``index``."""
         number, flat = self._flat
         if number != index or flat is None:
             flat = self._values[index].contiguous().reshape(-1).view(self._module.uint8).numpy()

@@ -34,7 +34,7 @@ _PendingMessage = tuple[Request, int, Callable[[], None]]
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Elements of the 1-D ``array``: runs of ``size[i]`` consecutive elements from index ``start[i]``, ascending."""
+    """Runs of ``size[i]`` consecutive elements of the 1-D ``array`` from index ``start[i]``, ascending."""
 
     array: Any  # on the host or a GPU, or a `FileSlice`
     start: np.ndarray
@@ -42,7 +42,7 @@ class ElementRuns:
 
     @property
     def count(self) -> int:
-        """Number of the elements in all runs."""
+        """Total number of elements in all runs."""
         return int(self.size.sum())
 
     @property
@@ -51,10 +51,7 @@ class ElementRuns:
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return the elements number ``where.start`` to ``where.stop - 1``, counted over all runs from 0.
-
-        ``where`` must not be empty.
-        """
+        """Return elements ``where.start`` to ``where.stop - 1`` of all runs together. ``where`` must not be empty."""
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
         last = int(np.searchsorted(ends, where.stop, "left")) + 1
@@ -68,7 +65,7 @@ class ElementRuns:
         return ElementRuns(self.array, start, size)
 
     def memory(self) -> Any:
-        """Return the memory of the elements as a view of bytes. Requires `is_one`."""
+        """Return a byte view of the elements. Requires `is_one`."""
         start = int(self.start[0])
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
@@ -230,10 +227,10 @@ _RECEIVING: Final = PerCommunicator[int, list[_Stream]]()
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
-    """Exchange array elements between all ranks. Return the number of bytes received. Collective over ``comm``.
+    """Send elements to, and receive elements from, all ranks. Return the bytes received. Collective over ``comm``.
 
-    ``outgoing[r]``: elements to send to rank r. ``incoming[r]``: elements to overwrite with data from rank r. Sender
-    and receiver must list the same elements in the same order.
+    ``outgoing[r]`` are the elements to send to rank r. ``incoming[r]`` are overwritten with data from rank r, in the
+    same order.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART

@@ -23,7 +23,7 @@ SHARE_BYTES: Final = 256 << 10  # smaller requests are not divided among holders
 
 @dataclass(frozen=True)
 class PieceOffer:
-    """Description of piece number ``number`` of rank ``rank``, which can send its elements."""
+    """Description of tensor slice number ``number`` of rank ``rank``, which can send its elements."""
 
     rank: int
     number: int
@@ -45,7 +45,7 @@ class CopyRuns:
     size: np.ndarray  # number of elements
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array: item i is True if these runs copy to element ``start[i]`` of the target array."""
+        """Return a bool array: item i is True if these runs fill element ``start[i]`` of the target array."""
         if not self.to.size:
             return np.zeros(start.size, bool)
         # Index of the last range that begins at ``start`` or before, or -1.
@@ -53,7 +53,7 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return the runs that copy to ``size[i]`` target elements from index ``start[i]``, for all i."""
+        """Return the runs that fill the target elements ``start[i]`` to ``start[i] + size[i] - 1``, for all i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -62,7 +62,7 @@ class CopyRuns:
 
 
 class GapError(Exception):
-    """Error: no rank has the element of a tensor with index ``element``."""
+    """Error: no rank has element ``element`` of a tensor."""
 
     def __init__(self, element: int) -> None:
         super().__init__(element)
@@ -70,10 +70,10 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return pairs (offer, runs to copy) that fill ``piece`` on this ``rank``. Local offers are preferred. Local.
+    """Return pairs (offer, runs to copy) that fill the tensor slice ``piece``. Raises `GapError`. Local.
 
-    ``offers``: pieces of this tensor on all ranks. ``loads``: bytes requested from each rank; this call adds to them.
-    Raises `GapError` if an element is missing.
+    ``offers``: slices of this tensor on all ranks. ``rank``: this rank. ``loads``: bytes requested from each rank,
+    updated by this call.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -159,10 +159,10 @@ class _Transfer:
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the arrays of ``pieces`` with tensor data from all ranks. Return the number of bytes received. Collective.
+    """Fill the tensor slices ``pieces`` from ``held`` of all ranks. Return the number of bytes received. Collective.
 
-    ``held``: pieces that this rank has now. ``optional``: kinds, such as "optimizer.m", that may be missing.
-    Raises StorageError on all ranks, before any change, if elements are missing or a shape or dtype differs.
+    ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError on all ranks, before any change,
+    if elements are missing or a shape or dtype differs.
     """
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]

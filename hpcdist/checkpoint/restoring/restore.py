@@ -25,10 +25,7 @@ from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill the array of ``piece`` from the checkpoint in ``directory``. ``entries``: stored slices of its tensor.
-
-    Raises StorageError if shape or dtype differ or elements are missing, and `DamagedError` for damaged data.
-    """
+    """Fill the tensor slice ``piece`` from stored slices ``entries``. Raises StorageError, and `DamagedError`."""
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
         _fill_in_blocks(directory, piece, piece.array, entries, reader)
@@ -145,11 +142,7 @@ Result = TypeVar("Result")
 
 
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, skip: Collection[Path] = ()) -> Path | None:
-    """Return the newest checkpoint in ``run_dir`` with a valid manifest and file sizes, or None.
-
-    ``skip``: paths to ignore. Collective, or local if ``comm`` is None. Raises StorageError if a later version of
-    hpcdist wrote a checkpoint.
-    """
+    """Return the newest complete checkpoint that is not in ``skip``, or None. Raises StorageError. Collective."""
     comm = comm or solo()
     candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
     for _, path in candidates:
@@ -165,10 +158,10 @@ def newest_complete(run_dir: str | Path, comm: Communicator | None = None, skip:
 def from_newest_intact(
     run_dir: str | Path, comm: Communicator, first: Path | None, take: Callable[[Path | None], Result]
 ) -> Result:
-    """Call ``take(path)`` for the newest checkpoint that is not damaged, and return its result. Collective.
+    """Return ``take(path)`` of the newest undamaged checkpoint, trying ``first`` first. Collective.
 
-    ``first``: path to try first. ``take``: restores a checkpoint, or starts without one if ``path`` is None. It must
-    raise `DamagedError` on all ranks or none.
+    ``take``: restores the checkpoint, or starts without one if ``path`` is None. It must raise `DamagedError` on all
+    ranks or on none.
     """
     path, damaged = first, set[Path]()
     while True:
@@ -199,10 +192,7 @@ def _unusable_reason(path: Path, comm: Communicator) -> str:
 def restore_together(
     comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore ``pieces`` on all ranks, like `restore`. Collective over ``comm``.
-
-    If any rank fails, raises StorageError on all ranks, or its subclass `DamagedError` for damaged files.
-    """
+    """Restore the tensors ``pieces`` on all ranks. Any error of `restore` is raised on all ranks. Collective."""
     directory = Path(directory)
     stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))
     failed: tuple[type[StorageError], str] | None = None
@@ -220,7 +210,7 @@ def restore_together(
 
 
 def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
-    """Call ``read()`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
+    """Call ``read`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
     verdict: Result | HpcdistError | None = None
     if comm.rank == 0:
         try:
@@ -234,10 +224,10 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 
 
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the arrays of ``pieces`` from the checkpoint in ``directory``, and return its JSON scalars. Local.
+    """Fill the tensors ``pieces`` from the checkpoint in ``directory``. Return its JSON scalars. Local.
 
-    ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError for damage, or a missing or
-    different tensor; the arrays are then undefined.
+    ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError for damaged, missing or
+    different tensors; the arrays are then undefined.
     """
     directory = Path(directory)
     stored = _PackedEntries.of(manifest.load(directory))

@@ -70,7 +70,7 @@ class Outputs:
         check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
-        """Print ``values()`` as JSON, or else ``text()``. If --plot is set, call ``plot`` with its path. Local."""
+        """Print ``values()`` as JSON or ``text()``, and draw the plot by ``plot(path)`` if --plot is set. Local."""
         click.echo(json.dumps(values()) if self.as_json else text())
         if self.plot is not None:
             plot(self.plot)
@@ -82,7 +82,7 @@ def print_progress(line: str) -> None:
 
 
 def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: str = "") -> tuple[str, ...]:
-    """Return the ``names`` that the user gave to ``option``. Raises UsageError if one is not in ``choices``."""
+    """Return the ``names`` given to ``option``. Raises UsageError if a name is not in ``choices``."""
     valid = list(choices)
     for name in names:
         if name not in valid:
@@ -92,7 +92,7 @@ def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: s
 
 
 def world(ranks: int | None, default: int) -> tuple[int, bool]:
-    """Return (number of ranks, True if a launcher started them). ``ranks``: value of --ranks. Raises UsageError."""
+    """Return (number of ranks, True if a launcher started them) for the value of --ranks. Raises UsageError."""
     from hpcdist.comm.launch import environment
 
     launched = environment.launch_environment()
@@ -103,7 +103,7 @@ def world(ranks: int | None, default: int) -> tuple[int, bool]:
 
 
 def rank_arguments(call: click.Context) -> list[str]:
-    """Return the options of the click context ``call`` as words, without --ranks."""
+    """Return the options of the click context ``call`` as command-line words, without --ranks."""
     line: list[str] = []
     for option in call.command.params:
         value = call.params[option.name or ""]
@@ -127,7 +127,7 @@ def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
 
 
 def begin(check: Callable[[], object]) -> "Session":
-    """Start MPI and return the session. All ranks raise an HpcdistError of ``check`` on rank 0. Collective."""
+    """Start MPI and return the session, after ``check`` on rank 0. All ranks raise its HpcdistError. Collective."""
     from hpcdist.bench import output_file
     from hpcdist.comm import start
 
@@ -137,7 +137,7 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return a dict on the origin of the results, with ``**more``, on rank 0, and {} on other ranks. Collective."""
+    """Return a dict on the origin of the results on rank 0, else {}. ``more``: further entries. Collective."""
     from hpcdist.telemetry.provenance import provenance
 
     places = session.comm.allgather_object((session.place.host, ",".join(map(str, session.place.cores))))

@@ -53,7 +53,7 @@ def check_alone() -> None:
 
 @dataclass(frozen=True)
 class SweepRecipes:
-    """Recipes of the trials of ``sweep``. Variables in ``environment`` (None: of this process) may override values."""
+    """Recipes of the trials of ``sweep``. Variables in ``environment`` (None: of this process) override values."""
 
     sweep: "Sweep"
     environment: Mapping[str, str] | None = None
@@ -91,7 +91,7 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return options for `hpcdist run`: those in ``text`` (see --run-args), and --ranks-per-node. Raises UsageError."""
+    """Return options for `hpcdist run`: the words of ``text`` and --ranks-per-node. Raises UsageError."""
     from hpcdist.cli.run import command as run_command
 
     place = f"--run-args {text!r}"
@@ -123,10 +123,10 @@ def run_series(
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the items that ``plan()`` returns, and append the results to the file ``output``. A signal stops the sweep.
+    """Run the items of ``plan()``, and append the results to the file ``output``. A signal stops the sweep.
 
     ``command_line``: function that returns the command line of a trial. ``attributes``: attributes of a new file.
-    ``wrap``: function that replaces the measuring function.
+    ``wrap``: decorator of the function that runs a trial.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -163,7 +163,7 @@ def tally_line(tally: "SweepTally", ending: str = "") -> str:
 
 
 def item_line(item: "SeriesItem") -> str:
-    """Return a line that describes the planned run ``item``: id, name, ranks, run number and recorded status."""
+    """Return a line of text about the planned run ``item``."""
     state = f"recorded: {item.status}" if item.status else "to run"
     ranks = counted(item.trial.ranks, "rank")
     return f"{item.trial.id} {item.trial.name} on {ranks}, repeat {item.repeat + 1} ({state})"

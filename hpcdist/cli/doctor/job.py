@@ -27,11 +27,8 @@ DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
 def examine(out: Path | None, device: str, recipe: Path | None, show: Callable[..., int]) -> int:
-    """Check the nodes of this job. Rank 0 prints the result. Return the exit code, equal on all ranks. Collective.
-
-    ``out``: run directory to check. ``device``: "cpu", "gpu", or "" if unknown. ``recipe``: recipe whose packages are
-    checked, or None. ``show``: prints the results, and returns the exit code.
-    """
+    """Check this job's nodes. Rank 0 prints the result by ``show``. Return the exit code on all ranks. Collective."""
+    # ``device``: "cpu", "gpu", or "" if unknown. ``recipe``: its packages are checked.
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
     try:

@@ -29,7 +29,7 @@ TARGETS: Final = ("csv", "wandb", "mlflow")  # formats of --to
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the HTML page of a run to ``file``. Keywords: see `page_context`."""
+    """Write the HTML page of a run to ``file``. ``sample``: with text generated after ``prompt``."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
@@ -38,7 +38,7 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return the data for a run's HTML page. Keyword ``sample``: generate text after the keyword text ``prompt``."""
+    """Return the data for a run's HTML page. ``sample``: generate text after ``prompt``."""
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
     settings, why_no_settings, steps = _settings(run_dir)

@@ -29,7 +29,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_word(path: str | Path) -> str:
-    """Return the content of a small kernel file without white space at its ends, or "" if it is unreadable. Local."""
+    """Return the stripped content of a small kernel file, or "" if it is unreadable. Local."""
     try:
         return read_text(path).strip()
     except OSError:
@@ -37,7 +37,7 @@ def read_word(path: str | Path) -> str:
 
 
 def unreadable_reason(path: str | Path, error: Exception) -> str:
-    """Return an error text on the unreadable file ``path``, with the command that gives a missing permission."""
+    """Return an error text about the unreadable file ``path``, with the command that grants the permission."""
     if isinstance(error, PermissionError):
         return f"{path} may be read by root only; ask the site to let users read it (chmod a+r {path})"
     return f"{path} cannot be read: {error}"
@@ -54,7 +54,7 @@ class SensorReadError(Exception):
 
 
 class CounterResetError(SensorReadError):
-    """Error: a counter was reset, so the difference to an earlier reading is meaningless."""
+    """Error: a counter was reset, so earlier readings no longer compare with it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class EnergyCounter(Protocol):
 
 
 class NoPowerReading:
-    """Base class of energy counters that do not report the present power."""
+    """Base class of energy counters that do not report the power."""
 
     about = SourceInfo()
     gaps = 0
@@ -104,7 +104,7 @@ class NoPowerReading:
 
 @dataclass
 class UpdateInterval:
-    """Upper bound of the time between two updates of a counter, estimated from frequent readings."""
+    """Estimated upper bound of the seconds between two updates of a counter."""
 
     _began_ns: int | None = None
     _value: int = 0
@@ -112,7 +112,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Add the reading ``value`` of the counter at the time ``now_ns``, unless the estimate is final."""
+        """Add the reading ``value`` at the time ``now_ns``, unless the estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -204,7 +204,7 @@ class CounterReader:
         self._raw, self._read_ns = raw, now_ns
 
     def explain(self) -> str:
-        """Return an error text on the failed reads, or "" if no read failed."""
+        """Return an error text about the failed reads, or "" if no read failed."""
         if self.lost:
             return f"{self.name}: {self.lost}"
         if self.gaps:
@@ -221,7 +221,7 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """Energy counter of a GPU in pJ: the integral over time of ``power_mw()``, the power in mW."""
+    """Energy counter of a GPU in pJ, which integrates the power in mW of the function ``power_mw``."""
 
     kind = "gpu"
     per_mj = 10**9

@@ -20,7 +20,7 @@ NO_GPU: Final = f"the job computes on the CPU, and {VISIBLE_GPUS} names no GPU"
 
 @dataclass(frozen=True)
 class GpuClaim:
-    """GPUs and process of a rank."""
+    """GPUs that a rank uses, and the process of the rank."""
 
     gpus: tuple[str, ...] = ()  # UUIDs
     reason: str = ""  # why the GPUs are unknown
@@ -48,11 +48,7 @@ class NodeSources:
 def claim_gpus(
     config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
 ) -> GpuClaim:
-    """Return the GPUs that this rank uses, or the reason why they are unknown. Local.
-
-    ``bus_id``: PCI address of the GPU on which this rank computes, or None for the CPU. ``process``: copied to the
-    result.
-    """
+    """Return the GPUs that this rank uses, or the reason why they are unknown. ``bus_id`` None: CPU rank. Local."""
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and VISIBLE_GPUS not in environment):
         return GpuClaim(process=process)
@@ -65,10 +61,7 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open and return the energy sources of this node that ``config`` selects. Local.
-
-    ``claims``: GPUs of each rank of the node. ``computing``: True if ranks of the node compute on GPUs.
-    """
+    """Open and return this node's energy sources. ``computing``: True if a rank computes on a GPU. Local."""
     sources = NodeSources()
     claims = list(claims)
     # A GPU of several ranks is opened once.
@@ -158,10 +151,7 @@ MODEL_NOTE: Final = (
 
 
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a dict for each energy source of this machine, including unreadable sources.
-
-    Keys: ``kind``, ``name``, ``readable``, ``reason`` (None if readable), and more for GPUs.
-    """
+    """Return a dict for each energy source of this machine: kind, name, readable, reason, and more for GPUs."""
     # A GPU also has `model`, and `held` (listed in CUDA_VISIBLE_DEVICES). A readable GPU also has `note`, `power`
     # (meaning of a power reading, such as "average of the module") and `sensor`: [seconds between updates, seconds
     # measured per update, source of these numbers] or None.

@@ -31,10 +31,9 @@ class NvmlGpu:
 def cuda_visible(
     gpus: Sequence[NvmlGpu], environment: Mapping[str, str], parent: Callable[[str], str | None]
 ) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in this order, or () if the variable is unset.
+    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, or () if it is unset. Raises MissingCapabilityError.
 
-    ``gpus``: GPUs of the node. ``parent``: the method `NvmlDriver.parent`. Raises MissingCapabilityError for an
-    ambiguous index.
+    ``gpus``: GPUs of the node. ``parent``: the method `NvmlDriver.parent`.
     """
     # As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list. An index is
     # ambiguous if CUDA may number the GPUs in another order than NVML.
@@ -88,7 +87,7 @@ def load_pynvml() -> ModuleType:
 
 
 class GpuSensor:
-    """Sensor of the power, utilisation and memory of a GPU. Its power field is the best of `POWER_FIELDS`."""
+    """Sensor of the power, utilisation and memory of a GPU. It reads the best of `POWER_FIELDS`."""
 
     def __init__(self, nvml: ModuleType, handle: Any, uuid: str) -> None:
         self.uuid = uuid
@@ -147,7 +146,7 @@ class GpuSensor:
 
 
 class GpuCounter:
-    """Energy counter of a GPU, in mJ since the driver was loaded. Volta and later GPUs have this counter."""
+    """Energy counter of a Volta or later GPU, in mJ since the driver was loaded."""
 
     kind = "gpu"
     per_mj = 1
@@ -163,7 +162,7 @@ class GpuCounter:
 
 
 class NvmlDriver:
-    """NVIDIA driver, open until `close`. Raises MissingCapabilityError if there is no driver."""
+    """The NVIDIA driver, open until `close`. Raises MissingCapabilityError if there is no driver."""
 
     def __init__(self) -> None:
         self._nvml = load_pynvml()
@@ -232,15 +231,16 @@ class NvmlDriver:
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return the properties of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError."""
+        """Return the properties of a GPU that ``ranks`` ranks use. Raises MissingCapabilityError."""
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
 
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
-        """Return the energy counter of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError.
+        """Return the energy counter of a GPU. A GPU older than Volta gets a counter that integrates power.
 
-        ``interval_s``: seconds between readings. A GPU without counter (before Volta) gets one that integrates power.
+        ``ranks``: number of ranks that use the GPU. ``interval_s``: seconds between readings. Raises
+        MissingCapabilityError.
         """
         # A GPU in MIG mode has one counter for all its instances.
         handle, gpu = self._look_up(uuid)
@@ -259,10 +259,7 @@ class NvmlDriver:
 
 
 def gpus_in_use(driver: NvmlDriver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that this rank uses. Raises MissingCapabilityError. Local.
-
-    ``bus_id``: PCI address of the GPU on which the rank computes, or None for a CPU rank.
-    """
+    """Return the UUIDs of this rank's GPUs. ``bus_id`` None: CPU rank. Raises MissingCapabilityError. Local."""
     if bus_id is not None:
         return (driver.at(bus_id),)
     # A CPU rank occupies all visible GPUs, because no other job can use them.

@@ -88,7 +88,7 @@ PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "m
 
 
 class PmCounterFiles:
-    """Counter files of a Cray node, read at the same moment. ``capped``: True after a change of the power cap."""
+    """Counter files of a Cray node, read at the same moment. ``capped``: True once the power cap has changed."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._directory, self._clock_ns = directory, clock_ns
@@ -101,7 +101,7 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add the files with these names to the files that `value` reads together."""
+        """Add the files with these names to the files that `value` reads at the same moment."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
@@ -158,7 +158,7 @@ class PmCounterFiles:
 
 
 class PmCounter:
-    """Energy counter of a Cray node, in uJ. It is no longer read after a decrease, because its range is unknown."""
+    """Energy counter of a Cray node, in uJ. A decrease of the counter ends its use."""
 
     per_mj = 1000
     span: int | None = None
@@ -181,10 +181,7 @@ class PmCounter:
 
 
 def find_cray(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable Cray counters in ``directory``, and {"node": reason} if there are none. Local.
-
-    The counter of the whole node comes first.
-    """
+    """Return the readable Cray counters, the whole node first, and {"node": reason} if there are none. Local."""
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}
     try:

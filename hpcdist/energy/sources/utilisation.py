@@ -26,10 +26,7 @@ _COUNTED: Final = 8  # user nice system idle iowait irq softirq steal; user and 
 
 
 def power_w(tdp_w: float, idle_fraction: float, utilisation: float) -> float:
-    """Return the modelled watts of a device: ``tdp_w`` if it is busy, and ``idle_fraction * tdp_w`` if it is idle.
-
-    ``utilisation``: fraction of the time (0 to 1) in which the device is busy.
-    """
+    """Return the modelled watts of a device, from ``idle_fraction * tdp_w`` when idle to ``tdp_w`` when busy."""
     return tdp_w * (idle_fraction + (1 - idle_fraction) * utilisation)
 
 
@@ -83,10 +80,7 @@ class TdpProcessors(NoPowerReading):
 def tdp_gpu(
     sensor: GpuSensor, about: SourceInfo, tdp_w: float, idle_fraction: float, interval_s: float
 ) -> IntegratedPower:
-    """Return an energy counter that models a GPU by `power_w`, with the utilisation that ``sensor`` reads.
-
-    ``about``: properties of the GPU. ``interval_s``: seconds between two reads.
-    """
+    """Return a GPU energy counter that models the power by `power_w` from the utilisation of ``sensor``."""
     declared = SourceInfo(about.model, about.ranks, note=about.note, declared=True)
 
     def power_mw() -> int:
@@ -195,10 +189,7 @@ def _space() -> str:
 
 
 class NodeUtilisation:
-    """Utilisation of the processors, memory, GPUs and network of a node.
-
-    ``processes``: processes of the ranks. ``gpus``: sensors of their GPUs.
-    """
+    """Utilisation of the processors, memory, GPUs and network of a node. ``gpus``: sensors of the ranks' GPUs."""
 
     def __init__(
         self, processes: Sequence[RankProcess], gpus: Sequence[GpuSensor] = (), proc: Path = PROC, sys: Path = SYS
@@ -211,7 +202,7 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return the utilisation since the last call: a 1-D float64 array with the figures named in `COLUMNS`."""
+        """Return the utilisation since the last call: a float64 array of the figures in `COLUMNS`."""
         figures = dict.fromkeys(COLUMNS, math.nan)
         figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()

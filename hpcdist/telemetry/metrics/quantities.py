@@ -159,7 +159,7 @@ class DerivedFigures:
         exposed = _ratio(*self._sums(_total(of["exposed_s"]), _total(of["overlapped_s"])))
         series = {
             **{name: np.array([getattr(row, mine) for row in rows], float) for name, mine in _COMMON.items()},
-            "step_seconds": most_over_ranks(of["step_s"]),
+            "step_seconds": max_over_ranks(of["step_s"]),
             "tokens_per_second": self._speed(tokens, of["step_s"]),
             "communication_ratio": _ratio(*self._sums(_total(of["communication_s"]), _total(of["step_s"]))),
             "hidden_communication_ratio": np.maximum(0, 1 - exposed),
@@ -175,7 +175,7 @@ class DerivedFigures:
 
     def _speed(self, tokens: np.ndarray, step_s: np.ndarray) -> np.ndarray:
         if self._lock_step:
-            return _ratio(*self._sums(tokens, most_over_ranks(step_s)))
+            return _ratio(*self._sums(tokens, max_over_ranks(step_s)))
         of_ranks = [self._sums(tokens, column) for column in np.nan_to_num(step_s).T]
         if not of_ranks:
             return np.full(len(tokens), math.nan)
@@ -230,7 +230,7 @@ def _total(values: np.ndarray) -> np.ndarray:
     return np.where(is_known.any(axis=1), np.where(is_known, values, 0.0).sum(axis=1), math.nan)
 
 
-def most_over_ranks(values: np.ndarray) -> np.ndarray:
+def max_over_ranks(values: np.ndarray) -> np.ndarray:
     """Return the maximum of each row of ``values``, of shape (steps, ranks); NaN in rows without finite values."""
     filled = np.where(np.isfinite(values), values, -math.inf).max(axis=1, initial=-math.inf)
     return np.where(np.isfinite(filled), filled, math.nan)

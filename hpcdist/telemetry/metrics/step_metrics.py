@@ -17,7 +17,7 @@ from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column, MetricsTable
 from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import json_number
-from hpcdist.telemetry.metrics.quantities import most_over_ranks
+from hpcdist.telemetry.metrics.quantities import max_over_ranks
 
 Result = TypeVar("Result")
 SCHEMA: Final = "hpcdist.metrics"
@@ -293,7 +293,7 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
     phases = times["compute"] + times["communication"] + times["update"]  # (steps, ranks)
     # Files of the first version have the phases, but not the time between them.
     of_rank = steps["step_s"][warm][:, works] if "step_s" in steps else phases
-    step_s = most_over_ranks(of_rank)
+    step_s = max_over_ranks(of_rank)
     result["step_s_median"] = _median(step_s)
     result["step_s_p95"] = json_number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
     is_known = np.isfinite(step_s)
@@ -305,7 +305,7 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
     for name, values in times.items():
         short = "comm" if name == "communication" else name
         result[f"{short}_fraction"] = _sum(values) / total_s if total_s else None
-    result["bytes_sent_per_step"] = _median(most_over_ranks(steps["sent_bytes"]))
+    result["bytes_sent_per_step"] = _median(max_over_ranks(steps["sent_bytes"]))
     return result | _stragglers(times["compute"], np.flatnonzero(works))
 
 

@@ -89,7 +89,7 @@ def observed_by_label(data: RunData, name: str) -> dict[str, ObservedSeries]:
 
 
 def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
-    """Draw ``parts``, {label: recorded series}, as stacked areas. A value holds until the next recorded value."""
+    """Draw the recorded series in ``parts`` as stacked areas. A value holds until the next recorded value."""
     at = np.unique(np.concatenate([series.step for series in parts.values()]))
     at = decimate(at, at.astype(float))[0]
     areas = {}

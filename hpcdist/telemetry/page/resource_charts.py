@@ -8,7 +8,7 @@ import numpy as np
 from hpcdist.reporting import plotting as draw
 from hpcdist.reporting.plotting import Chart
 from hpcdist.telemetry.metrics.observations import ObservedSeries
-from hpcdist.telemetry.metrics.quantities import most_over_ranks
+from hpcdist.telemetry.metrics.quantities import max_over_ranks
 from hpcdist.telemetry.page import chart_series
 from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES
 from hpcdist.telemetry.page.run_data import RunData
@@ -57,7 +57,7 @@ def _sent(data: RunData) -> Chart:
     if run is None:
         return Chart("sent", title, reason=data.reason)
     sent = run.sample.steps["sent_bytes"]
-    most_bytes = most_over_ranks(sent)
+    most_bytes = max_over_ranks(sent)
     if not np.nansum(most_bytes) > 0:
         return Chart("sent", title, reason=NO_BYTES)
 

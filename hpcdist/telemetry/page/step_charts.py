@@ -9,7 +9,7 @@ from hpcdist.comm.record.spans import Span
 from hpcdist.reporting import plotting as draw
 from hpcdist.reporting.plotting import Chart, GanttBar, GanttStyle
 from hpcdist.reporting.units import counted
-from hpcdist.telemetry.metrics.quantities import PHASES, mean_over_ranks, most_over_ranks
+from hpcdist.telemetry.metrics.quantities import PHASES, max_over_ranks, mean_over_ranks
 from hpcdist.telemetry.metrics.run_figures import ENTROPIES
 from hpcdist.telemetry.metrics.side_tables import SampledMetrics
 from hpcdist.telemetry.page import chart_series
@@ -163,7 +163,7 @@ def _throughput(data: RunData) -> Chart:
     rows = run.sample.steps
     if "step_s" not in rows:
         return Chart("speed", title, reason="a file of the first version, which does not have the time of a step")
-    slowest = most_over_ranks(np.where(rows["step_s"] > 0, rows["step_s"], np.nan))
+    slowest = max_over_ranks(np.where(rows["step_s"] > 0, rows["step_s"], np.nan))
     rate = rows["tokens"] / slowest
     edges = chart_series.bin_edges(rows["step"])
     # Tokens over time, not a mean of rates: a slow step counts by its duration.

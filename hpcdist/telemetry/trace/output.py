@@ -85,7 +85,7 @@ def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
         for rank in ranks:
             base, calls = (rank + 1) * THREADS, timeline.lines[rank].calls
-            blocking, nonblocking = ([call for call in calls if call.behind is flag] for flag in (False, True))
+            blocking, nonblocking = ([call for call in calls if call.is_asynchronous is flag] for flag in (False, True))
             for first, label, rows in (
                 (0, "computes", _spans(timeline, rank)),
                 (COMMUNICATES, "communicates", _calls(blocking)),

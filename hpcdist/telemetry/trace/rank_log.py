@@ -35,8 +35,8 @@ class RecordedCall(CommunicatorCall):
     is_open: bool = False  # not ended at the last heartbeat, at ``end_ns``
 
     @property
-    def behind(self) -> bool:
-        """True if the rank can do other work during this call: it is nonblocking, or in a background thread."""
+    def is_asynchronous(self) -> bool:
+        """True if the rank can do other work during the call: it is nonblocking, or in a background thread."""
         return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
 
 
@@ -71,10 +71,7 @@ class RankLogs:
 
 
 def load(run_dir: Path) -> RankLogs:
-    """Read the record files of a run. Damaged files are skipped, with a note for the user.
-
-    Raises UsageError if there are no files, and StorageError if all files are damaged.
-    """
+    """Read the undamaged record files of a run. Raises UsageError without files, StorageError if all are damaged."""
     folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
     paths = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
     if not paths:
@@ -192,10 +189,7 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return (steps to show, notes on missing steps). Raises UsageError.
-
-    ``requested``: steps that the user selected. If it is None, the ``last`` steps in all ``logs`` are shown.
-    """
+    """Return the steps ``requested``, or the ``last`` steps, and notes on missing steps. Raises UsageError."""
     stepping = [log for log in logs if log.steps]
     if not stepping:
         if requested is not None:

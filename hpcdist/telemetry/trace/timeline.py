@@ -184,14 +184,16 @@ def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
     # Split the timeline of a rank where calls begin and end. ``causes``: result of `_causes`.
-    ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
+    ends = sorted(
+        (call for call in outermost(calls) if id(call) in causes or not call.is_asynchronous), key=lambda c: c.end_ns
+    )
     times = [call.end_ns for call in ends]
     parts: list[TimelinePiece] = []
     for leaf in leaves:
         at = leaf.begin_ns
         for call in ends[bisect_right(times, leaf.begin_ns) : bisect_right(times, leaf.end_ns)]:
             waits = leaf.phase == "communication"
-            if call.end_ns <= at or (call.behind and not waits):
+            if call.end_ns <= at or (call.is_asynchronous and not waits):
                 continue
             if call.begin_ns > at:
                 parts.append(replace(leaf, begin_ns=at, end_ns=call.begin_ns))
@@ -211,7 +213,7 @@ def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     outer: list[RecordedCall] = []
     until = -NO_SOURCE_LINE
     for call in sorted(calls, key=lambda candidate: (candidate.begin_ns, -candidate.end_ns)):
-        if call.behind or call.is_open:
+        if call.is_asynchronous or call.is_open:
             outer.append(call)
         elif call.end_ns > until:
             outer.append(call)
