@@ -25,6 +25,7 @@ from hpcdist.checkpoint import state as arrays
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.world import communicator_of
+from hpcdist.constants import PROGRESS_FILE
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import atomic
 from hpcdist.torch.buffers import Buffer
@@ -33,7 +34,6 @@ TENSOR: Final = "__tensor__"  # in the JSON tree: the dtype of a tensor, whose n
 VALUE: Final = "__value__"  # dtype and value of a tensor without dimensions
 TUPLE: Final = "__tuple__"
 ITEMS: Final = "__items__"  # items of a dict with keys that are not strings
-PROGRESS_FILE: Final = "progress.json"
 
 
 @runtime_checkable

@@ -1,5 +1,7 @@
 """Checkpoints, restarts and stop requests of PyTorch scripts with a training loop of their own."""
 
+import sys
+
 import pytest
 
 from harness import jobs
@@ -84,3 +86,44 @@ def test_state_on_a_mesh_of_replicas_and_shards_continues(launch, tmp_path):
     losses(launch(4, SCRIPT, "mesh", tmp_path / "parts", "2"))
     _, begin, loss, _ = losses(launch(2, SCRIPT, "fsdp", tmp_path / "parts", "4"))
     assert begin == 2 and abs(loss - whole[2]) <= 1e-12 * abs(whole[2])
+
+
+OWN_FORMAT = """
+import os
+import sys
+from pathlib import Path
+import hpcdist.torch
+
+world = hpcdist.init()
+out = Path(os.environ["HPCDIST_RUN_DIR"])
+out.mkdir(exist_ok=True)
+path = out / "model.txt"
+step = int(path.read_text()) if path.exists() else 0
+while step < 5:
+    step += 1
+    if world.rank == 0 and sys.argv[1] != "nothing":
+        path.write_text(str(step))
+    if sys.argv[1] == "reported":
+        hpcdist.torch.saved(path, step)
+    if step % 2 == 0:
+        world.barrier()
+        os.kill(os.getpid(), 9)
+if world.rank == 0:
+    print("done")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["file", "reported", "nothing"])
+def test_checkpoint_in_a_format_of_the_script_counts_as_progress_of_restarts(tmp_path, mode):
+    (tmp_path / "program.py").write_text(OWN_FORMAT)
+    words = ["run", "-n", "1", "--restarts", "4", "--out", "out", "--", "python", "program.py", mode]
+    done = jobs.run([sys.executable, "-m", "hpcdist", *words], cwd=tmp_path)
+    if mode == "nothing":
+        assert done.returncode == 137 and "2 starts in a row made no new checkpoint" in done.stderr, done.stderr
+        return
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "a new file in" in done.stderr and "counts as progress" in done.stderr
+    assert f"start 3 follows at once, from {'model.txt' if mode == 'file' else tmp_path}" in done.stderr.replace(
+        str(tmp_path / "out"), str(tmp_path)
+    )
