@@ -7,6 +7,7 @@ from typing import Final
 RECIPE_FILE: Final = "recipe.toml"
 METRICS_FILE: Final = "metrics.h5"
 USAGE_FILE: Final = "usage.json"  # energy of all starts
+PROGRESS_FILE: Final = "progress.json"  # the newest checkpoint of a script with a format of its own
 STOP_FILE: Final = "stop"  # its existence stops the run
 
 # Ends of a start in the run's journal.

@@ -163,8 +163,9 @@ class NewestCheckpoint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Training step of the checkpoint."""
-        return int(self.name.removeprefix("step-") or 0)
+        """Training step of the checkpoint, or 0 if its name does not tell it."""
+        number = self.name.removeprefix("step-")
+        return int(number) if number.isdecimal() else 0
 
 
 class RequeueVerdict(NamedTuple):

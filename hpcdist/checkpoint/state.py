@@ -71,25 +71,39 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
     ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
     value of rank 0. ``step``: by default the newest step + 1. Raises UsageError, or StorageError on all ranks.
     """
-    # Until this program ends, no other job can save in ``directory``.
-    keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
-    if keep < 1:
-        raise UsageError(f"keep = {keep}; expected at least 1 checkpoint to keep")
-    where, folder = communicator_of(comm), Path(directory) / FOLDER
-
-    def begin() -> int:
-        _lock(Path(directory))
-        return max((step for step, _ in names.candidates(folder)), default=0) + 1 if step is None else step
-
-    number = on_first_rank(where, begin)
+    where = communicator_of(comm)
     pieces, values = [], {}
     for name, value in state.items():
         if is_array(value):
             pieces.append(_piece(where, name, value, split_whole=True)[0])
         else:
             values[name] = value
+    return save_pieces(directory, pieces, values, step=step, keep=keep, comm=where)
+
+
+def save_pieces(
+    directory: str | Path,
+    pieces: list[Piece],
+    values: dict[str, Any],
+    *,
+    step: int | None,
+    keep: int,
+    comm: Communicator,
+) -> Path:
+    """Save ``pieces`` (tensor parts of this rank) and the JSON ``values`` of rank 0 as a checkpoint. Collective."""
+    # Until this program ends, no other job can save in ``directory``.
+    keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
+    if keep < 1:
+        raise UsageError(f"keep = {keep}; expected at least 1 checkpoint to keep")
+    folder = Path(directory) / FOLDER
+
+    def begin() -> int:
+        _lock(Path(directory))
+        return max((step for step, _ in names.candidates(folder)), default=0) + 1 if step is None else step
+
+    number = on_first_rank(comm, begin)
     _check_values(values)
-    return two_phase.save(folder, number, pieces, values, where, keep)
+    return two_phase.save(folder, number, pieces, values, comm, keep)
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
@@ -139,7 +153,7 @@ def _lock(directory: Path) -> None:
 
 
 def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]:
-    stored = on_first_rank(comm, lambda: _stored_arrays(path))
+    stored, _ = on_first_rank(comm, lambda: stored_content(path))
     if state is None:
         state = {name: np.empty(shape, dtype_of(dtype)) for name, (shape, dtype) in stored.items()}
     pieces, results, copies = [], dict[str, Any](), []
@@ -147,7 +161,7 @@ def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]
         if not is_array(value):
             continue
         piece, copied = _piece(comm, name, value, split_whole=False)
-        _check_stored(path, piece, stored.get(name))
+        check_stored(path, piece, stored.get(name))
         pieces.append(piece)
         results[name] = value.array if isinstance(value, Sharded) else value
         if copied:
@@ -158,11 +172,15 @@ def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]
     return scalars | results
 
 
-def _stored_arrays(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {entry.tensor: (entry.shape, entry.dtype) for entry in manifest.load(path).pieces if entry.kind == KIND}
+def stored_content(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Any]]:
+    """Return (shape and dtype of each array, JSON values) of the checkpoint ``path``, both keyed by name. Local."""
+    loaded = manifest.load(path)
+    shapes = {entry.tensor: (tuple(entry.shape), entry.dtype) for entry in loaded.pieces if entry.kind == KIND}
+    return shapes, dict(loaded.scalars)
 
 
-def _check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
+def check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
+    """Raise StorageError unless the checkpoint array ``stored``, (shape, dtype) or None, fits the array to fill."""
     if stored is None:
         raise StorageError(f"{path} has no array named {piece.tensor!r}; request only arrays that were saved")
     shape, dtype = stored

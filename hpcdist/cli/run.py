@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from hpcdist.batch.schedulers.slurm_allocation import SlurmAllocation
-from hpcdist.checkpoint.lock import RunLock, is_dead
+from hpcdist.checkpoint.lock import LOCK_FILE, RunLock, is_dead
 from hpcdist.cli.common import COUNT, DIRECTORY
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm.failure.failfast import FAILURE_DIR
@@ -33,13 +33,19 @@ from hpcdist.comm.launch.environment import (
     launcher_options,
     python_path_variables,
 )
+from hpcdist.comm.record.run_journal import JOURNAL_FILE
+from hpcdist.constants import PROGRESS_FILE, RECIPE_FILE, STOP_FILE
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
+from hpcdist.reporting import regular
 
 _LAUNCH_PREFIX = "hpcdist-run-"
 _OWNER_FILE = "owner.json"  # identity of the process that created the launch directory
 # Commands that start ranks themselves, or need only one process.
 _ONE_PROCESS_COMMANDS = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
 
+RUN_FILES = ("recorder", JOURNAL_FILE, LOCK_FILE, STOP_FILE)  # files of hpcdist in the run directory of a script
+LOG_SUFFIXES = (".log", ".out", ".err")
+MAX_RECORD_BYTES = 1 << 16
 _OUR_PYTHON = ("python", "python3")  # run by this Python: the Python on PATH may lack hpcdist
 
 
@@ -181,9 +187,17 @@ class _Launch:
                 say(why)
                 _print_resume_command(run_dir, self.typed, self.script)
 
-            return restarts.repeat(
-                start, most_restarts, lambda: checkpoints(run_dir), supervisor.pause, say, give_up, nodes
-            )
+            announced = False
+
+            def saved() -> Mapping[str, int]:
+                nonlocal announced
+                names = progress(run_dir)
+                if names and not announced and not checkpoints(run_dir):
+                    announced = True
+                    say(f"a new file in {run_dir} counts as progress, as there is no checkpoint of hpcdist")
+                return names
+
+            return restarts.repeat(start, most_restarts, saved, supervisor.pause, say, give_up, nodes)
 
     def start(
         self,
@@ -373,8 +387,11 @@ def _terminal_environment() -> dict[str, str]:
 
 
 def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = False) -> None:
-    newest = next(iter(checkpoints(run_dir)), None)
-    where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
+    newest = next(iter(progress(run_dir)), None)
+    where = "there is no checkpoint yet"
+    if newest:
+        own = newest in checkpoints(run_dir)
+        where = f"the newest {'checkpoint' if own else 'file'} is {run_dir / ('checkpoints' if own else '') / newest}"
     typed = shlex.join(exit_file.resume_command(words, run_dir, script=script))
     click.echo(f"hpcdist run: {where}; {'resume' if newest else 'start again'} with {typed}", err=True)
     if run_dir.is_dir():
@@ -390,6 +407,28 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
             with suppress(OSError):  # just deleted
                 written_ns[int(step)] = path.stat().st_mtime_ns
     return {f"step-{step}": written_ns[step] for step in sorted(written_ns, reverse=True)}
+
+
+def progress(run_dir: Path) -> dict[str, int]:
+    """Return {name: write time in ns} of what a job saved in ``run_dir``, newest first. Local.
+
+    These are the checkpoints of hpcdist. A script may have others: then the checkpoint that `hpcdist.torch.saved`
+    reported, or else the newest file that is neither of hpcdist nor a log.
+    """
+    if (saved := checkpoints(run_dir)) or (run_dir / RECIPE_FILE).exists():
+        return saved
+    record = run_dir / PROGRESS_FILE
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return {json.loads(regular.text(record, MAX_RECORD_BYTES))["checkpoint"]: record.stat().st_mtime_ns}
+    newest: dict[str, int] = {}
+    for folder, folders, names in os.walk(run_dir):
+        if Path(folder) == run_dir:
+            folders[:] = [name for name in folders if name not in RUN_FILES]
+            names = [name for name in names if name not in RUN_FILES and not name.startswith(".")]
+        for path in (Path(folder) / name for name in names if not name.endswith(LOG_SUFFIXES)):
+            with suppress(OSError):  # just deleted
+                newest[str(path.relative_to(run_dir))] = path.stat().st_mtime_ns
+    return dict(sorted(newest.items(), key=lambda item: -item[1])[:1])
 
 
 def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:

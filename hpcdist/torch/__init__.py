@@ -6,8 +6,9 @@
 Between floors 6 and 7. Begin with `group.Group` and `calls`.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,22 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageErro
 from hpcdist.torch import launch, work
 from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
+from hpcdist.torch.state import RandomState, load, save, saved
 from hpcdist.training.run.stop_requests import should_stop
 
-__all__ = ["Group", "Options", "compress", "monitored_barrier", "should_stop"]
+__all__ = [
+    "Group",
+    "Options",
+    "RandomState",
+    "compress",
+    "exit_if_stopped",
+    "load",
+    "monitored_barrier",
+    "save",
+    "saved",
+    "should_stop",
+    "until_stop",
+]
 
 OLDEST: Final = (2, 4)
 
@@ -63,6 +77,32 @@ def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_rank
     if not isinstance(asked, Group):
         raise UsageError("monitored_barrier needs a group of the backend hpcdist; call init_process_group first")
     asked.monitored_barrier(timedelta(seconds=timeout_s), wait_all_ranks)
+
+
+Batch = TypeVar("Batch")
+
+
+def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield ``batches`` until a stop request, for example SIGTERM or the end of the Slurm job. Collective.
+
+    All ranks need the same number of batches, and stop after the same batch. Call `exit_if_stopped` after the loop.
+    """
+    for batch in batches:
+        yield batch
+        if should_stop():
+            return
+
+
+def exit_if_stopped(save: Callable[[], object]) -> None:
+    """If a stop was requested, call ``save()`` and exit: 75 (requeue), or 130 after Ctrl-C. Collective.
+
+    ``save``: function that saves a checkpoint. The exit finalises MPI, so it needs no `destroy_process_group`.
+    """
+    if code := should_stop():
+        save()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        start_world("cpu").exit(code)
 
 
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

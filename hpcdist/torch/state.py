@@ -1,0 +1,308 @@
+"""Checkpoints of a PyTorch script: `save` and `load` models, optimizers and other objects in hpcdist's format.
+
+The state is a dict. Each value with a state dict (model, optimizer, scheduler, scaler, DataLoader) is saved under its
+key. Tensors become arrays of the checkpoint (`hpcdist.checkpoint.state`), all other values become JSON. DDP, FSDP2,
+DTensor and 2-D meshes store the names and shapes of one process, so any number of ranks can load the checkpoint.
+"""
+
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import state_dict as distributed_state
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hpcdist.arrays.piece import Box, Piece, whole_box
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.checkpoint import state as arrays
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launch.environment import RUN_DIR
+from hpcdist.comm.mpi.world import communicator_of
+from hpcdist.constants import PROGRESS_FILE
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import atomic
+from hpcdist.torch.buffers import Buffer
+
+TENSOR: Final = "__tensor__"  # in the JSON tree: the dtype of a tensor, whose name is its path in the tree
+VALUE: Final = "__value__"  # dtype and value of a tensor without dimensions
+TUPLE: Final = "__tuple__"
+ITEMS: Final = "__items__"  # items of a dict with keys that are not strings
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Object with a state dict: a model, optimizer, scheduler, scaler or stateful DataLoader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore the state from ``state_dict``."""
+
+
+class RandomState:
+    """Random state of each rank: PyTorch (CPU and current GPU), numpy's global generator and Python's `random`.
+
+    Put an instance into the state of `save` and `load`. A rank without a saved state keeps its present state.
+    """
+
+    def pack(self) -> torch.Tensor:
+        """Return the random state of this rank as bytes, of shape (n,)."""
+        version, words, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = _numpy_generator().get_state(legacy=True)
+        numbers = np.array([*words, position, has_gauss], np.uint32)
+        floats = np.array([cached, np.nan if gauss is None else gauss])
+        parts = [torch.get_rng_state().numpy(), numbers.view(np.uint8), keys.view(np.uint8), floats.view(np.uint8)]
+        if torch.cuda.is_available():
+            parts.append(torch.cuda.get_rng_state().numpy())
+        assert (version, name) == (3, "MT19937"), "the layout below is for these generators"
+        return torch.from_numpy(np.concatenate(parts))
+
+    def unpack(self, packed: torch.Tensor) -> None:
+        """Restore the random state of this rank from ``packed``, the result of `pack`."""
+        data = packed.numpy()
+        sizes = [torch.get_rng_state().numel(), 4 * 627, 4 * 624, 16]
+        cpu, numbers, keys, floats, gpu = np.split(data, np.cumsum(sizes))
+        words = numbers.copy().view(np.uint32).tolist()
+        cached, gauss = floats.copy().view(np.float64).tolist()
+        torch.set_rng_state(torch.from_numpy(cpu.copy()))
+        random.setstate((3, tuple(words[:625]), None if np.isnan(gauss) else gauss))
+        _numpy_generator().set_state(("MT19937", keys.copy().view(np.uint32), words[625], words[626], cached))
+        if gpu.size and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.from_numpy(gpu.copy()))
+
+
+def _numpy_generator() -> Any:
+    return np.random.mtrand._rand  # the generator of numpy.random.rand and others
+
+
+State: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Held:
+    # A tensor of the state and the region of the whole tensor that it holds. ``replicas``: number of ranks with the
+    # same elements, and this rank's number among them; the number -1 means that this rank writes nothing.
+    buffer: Buffer
+    shape: tuple[int, ...]
+    box: Box
+    replicas: tuple[int, int]
+    value: torch.Tensor
+
+    def piece(self, name: str, *, saves: bool) -> Piece:
+        flat = self.buffer.array
+        count, index = self.replicas if saves else (1, 0)
+        held = Range(0, 0) if index < 0 else split(flat.size, count, flat.itemsize)[index]
+        return Piece(arrays.KIND, name, self.shape, self.box, held, flat[held.slice])
+
+
+class _Collector:
+    # Collects the tensors of a state by name, and describes its structure as JSON. Not collective by itself, but state
+    # dicts of FSDP2 are.
+    def __init__(self, comm: Communicator, state: State) -> None:
+        self._comm, self._state = comm, state
+        self._modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+        self.tensors: dict[str, _Held] = {}
+        self._shared: set[str] = set()  # names of parameters and optimizer state, which all ranks write together
+
+    def trees(self) -> dict[str, Any]:
+        """Return the structure of each value of the state."""
+        return {name: self._tree(name, self._content(name, value)) for name, value in self._state.items()}
+
+    def _content(self, name: str, value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            content = distributed_state.get_model_state_dict(value)
+            local = {key.removeprefix("module.") for key, _ in value.named_buffers()}
+            self._shared |= {f"{name}/{key}" for key in content if key not in local}
+            return content
+        if isinstance(value, torch.optim.Optimizer):
+            self._shared.add(f"{name}/state/")
+            model = self.model_of(value)
+            return value.state_dict() if model is None else distributed_state.get_optimizer_state_dict(model, value)
+        if isinstance(value, RandomState):
+            return value
+        return value.state_dict() if isinstance(value, Stateful) else value
+
+    def model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        """Return the model of the state that has all parameters of ``optimizer``, or None."""
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = (model for model in self._modules if updated <= {id(parameter) for parameter in model.parameters()})
+        return next(owners, None)
+
+    def _tree(self, name: str, value: Any) -> Any:
+        if isinstance(value, RandomState):
+            packed = value.pack()[None]
+            rank, ranks = self._comm.rank, self._comm.size
+            box = (rank, rank + 1), (0, packed.shape[1])
+            self.tensors[name] = _Held(Buffer(packed), (ranks, packed.shape[1]), box, (1, 0), packed)
+            return {TENSOR: "uint8"}
+        if isinstance(value, torch.Tensor):
+            if not value.ndim and not isinstance(value, DTensor) and value.dtype in _EXACT:
+                return {VALUE: [str(value.dtype).removeprefix("torch."), value.item()]}
+            self.tensors[name] = self._held(name, value)
+            return {TENSOR: str(value.dtype).removeprefix("torch.")}
+        if isinstance(value, np.ndarray):
+            raise UsageError(f"{name} is a numpy array; save torch.from_numpy(value), or use hpcdist.checkpoint.save")
+        if isinstance(value, Mapping):
+            if all(isinstance(key, str) and not key.startswith("__") for key in value):
+                return {key: self._tree(f"{name}/{key}", member) for key, member in value.items()}
+            return {ITEMS: [[key, self._tree(f"{name}/{key}", member)] for key, member in value.items()]}
+        if isinstance(value, list | tuple):
+            members = [self._tree(f"{name}/{index}", member) for index, member in enumerate(value)]
+            return {TUPLE: members} if isinstance(value, tuple) else members
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, neither a tensor nor a JSON value nor an object with a state dict; "
+            "leave it out, or convert it"
+        )
+
+    def _held(self, name: str, value: torch.Tensor) -> _Held:
+        if not isinstance(value, DTensor):
+            is_shared = name in self._shared or any(name.startswith(part) for part in self._shared if part[-1] == "/")
+            replicas = (self._comm.size, self._comm.rank) if is_shared else (1, 0 if self._comm.rank == 0 else -1)
+            shape = _with_pairs(value.shape, value)
+            return _Held(Buffer(value), shape, whole_box(shape), replicas, value)
+        mesh, placements, count, index = value.device_mesh, value.placements, 1, 0
+        for axis, placement in enumerate(placements):
+            if placement.is_partial():
+                raise UsageError(f"{name} is a DTensor with a pending sum; call redistribute() before saving")
+            if placement.is_replicate():
+                count, index = count * mesh.size(axis), index * mesh.size(axis) + mesh.get_local_rank(axis)
+        extent, start = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+        local = value.to_local()
+        box = tuple((begin, begin + size) for begin, size in zip(start, extent, strict=True))
+        if 0 in extent:
+            box = tuple((0, size) for size in extent)
+        pairs = ((0, 2),) if value.is_complex() else ()
+        return _Held(Buffer(local), _with_pairs(value.shape, value), (*box, *pairs), (count, index), value)
+
+
+_EXACT: Final = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)  # dtypes that JSON represents
+
+
+def _with_pairs(shape: Sequence[int], value: torch.Tensor) -> tuple[int, ...]:
+    return (*shape, 2) if value.is_complex() else tuple(shape)
+
+
+def _restore(comm: Communicator, path: Path, state: State) -> dict[str, Any]:
+    collector = _Collector(comm, state)
+    collector.trees()
+    stored, values = arrays.on_first_rank(comm, lambda: arrays.stored_content(path))
+    if missing := [name for name in state if name not in values]:
+        raise StorageError(f"{path} has no {', '.join(missing)}; it has {', '.join(values)}")
+    dtypes = {name: dtype for key in state for name, dtype in _tensors_in(values[key], key)}
+    tensors = collector.tensors
+    if missing := sorted(tensors.keys() - dtypes.keys()):
+        raise StorageError(f"{path} has no {', '.join(missing[:5])}; use the model and optimizer that were saved")
+    held = {name: tensors.get(name) or _fresh(stored[name][0], dtype) for name, dtype in dtypes.items()}
+    pieces = []
+    for name, part in held.items():
+        if isinstance(state.get(name), RandomState):
+            if comm.rank >= stored[name][0][0]:  # more ranks than in the checkpoint
+                continue
+            part = held[name] = replace(part, shape=stored[name][0])
+        pieces.append(part.piece(name, saves=False))
+        arrays.check_stored(path, pieces[-1], stored[name])
+    arrays.restore_together(comm, path, pieces)
+    for part in held.values():
+        part.buffer.finish()
+    content = {name: _decoded(values[name], name, held) for name in state}
+    for name, value in state.items():
+        if isinstance(value, RandomState):
+            value.unpack(content[name][0])
+        elif isinstance(value, torch.nn.Module):
+            distributed_state.set_model_state_dict(value, content[name])
+        elif isinstance(value, torch.optim.Optimizer) and (model := collector.model_of(value)) is not None:
+            distributed_state.set_optimizer_state_dict(model, value, content[name])
+        elif isinstance(value, Stateful):
+            value.load_state_dict(content[name])
+        elif isinstance(value, torch.Tensor):
+            content[name] = value  # filled in place
+    return {name: content[name] for name, value in state.items() if not isinstance(value, RandomState | Stateful)}
+
+
+def _fresh(shape: tuple[int, ...], dtype: str) -> _Held:
+    # A tensor of the checkpoint that the state of this program does not have yet.
+    kind = getattr(torch, dtype)
+    value = torch.empty(shape[:-1] if kind.is_complex else shape, dtype=kind)
+    return _Held(Buffer(value), shape, whole_box(shape), (1, 0), value)
+
+
+def _tensors_in(tree: Any, name: str) -> Iterator[tuple[str, str]]:
+    # (name, dtype) of each tensor in a JSON tree.
+    if isinstance(tree, dict) and TENSOR in tree:
+        yield name, tree[TENSOR]
+    for key, member in _members(tree):
+        yield from _tensors_in(member, f"{name}/{key}")
+
+
+def _members(tree: Any) -> list[tuple[Any, Any]]:
+    # (key or index, subtree) of a JSON tree.
+    if isinstance(tree, list):
+        return list(enumerate(tree))
+    if not isinstance(tree, dict) or TENSOR in tree or VALUE in tree:
+        return []
+    if TUPLE in tree:
+        return list(enumerate(tree[TUPLE]))
+    return [(key, member) for key, member in tree[ITEMS]] if ITEMS in tree else list(tree.items())
+
+
+def _decoded(tree: Any, name: str, held: Mapping[str, _Held]) -> Any:
+    members = {key: _decoded(member, f"{name}/{key}", held) for key, member in _members(tree)}
+    if isinstance(tree, list):
+        return list(members.values())
+    if not isinstance(tree, dict):
+        return tree
+    if TENSOR in tree:
+        return held[name].value
+    if VALUE in tree:
+        dtype, value = tree[VALUE]
+        return torch.tensor(value, dtype=getattr(torch, dtype))
+    return tuple(members.values()) if TUPLE in tree else members
+
+
+def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: Any = None) -> Path:
+    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over keyword-only ``comm``.
+
+    ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values, with the same keys
+    on all ranks. Parameters and optimizer state are written by all ranks; buffers, plain tensors and JSON values are
+    those of rank 0. Keyword-only ``step``: by default newest + 1. Raises UsageError for unsupported values, and
+    StorageError on all ranks if a rank cannot write.
+    """
+    where = communicator_of(comm)
+    collector = _Collector(where, state)
+    trees = collector.trees()
+    pieces = [held.piece(name, saves=True) for name, held in collector.tensors.items()]
+    return arrays.save_pieces(directory, pieces, trees, step=step, keep=keep, comm=where)
+
+
+def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, Any] | None:
+    """Restore ``state`` from the newest intact checkpoint in ``directory``. Collective over keyword-only ``comm``.
+
+    Models, optimizers and other objects of ``state`` are restored in place. Return the tensors and JSON values of the
+    checkpoint, keyed by name, or None if there is no checkpoint. Raises StorageError if the checkpoint does not fit.
+    """
+    where = communicator_of(comm)
+
+    def take(path: Path | None) -> dict[str, Any] | None:
+        return None if path is None else _restore(where, path, state)
+
+    return arrays.from_newest_intact(directory, where, arrays.newest_complete(directory, where), take)
+
+
+def saved(path: str | Path, step: int) -> None:
+    """Report that this script saved a checkpoint ``path`` of ``step`` in a format of its own. Local.
+
+    Restarts and requeues then count it as progress. It has no effect without a run directory (`hpcdist run --out`).
+    """
+    folder = os.environ.get(RUN_DIR)
+    if folder and communicator_of(None).rank == 0:
+        atomic.save(Path(folder) / PROGRESS_FILE, json.dumps({"checkpoint": str(path), "step": int(step)}))

@@ -1,0 +1,129 @@
+"""Checkpoints, restarts and stop requests of PyTorch scripts with a training loop of their own."""
+
+import sys
+
+import pytest
+
+from harness import jobs
+
+torch = pytest.importorskip("torch")
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import hpcdist.torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+style, out, stop = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("hpcdist")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+layers = [torch.nn.Linear(7, 13), torch.nn.LayerNorm(13), torch.nn.GELU(), torch.nn.Linear(13, 1)]
+if style == "ddp":
+    layers.insert(1, torch.nn.BatchNorm1d(13))
+model = torch.nn.Sequential(*layers).double()
+if style == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)  # statistics of BatchNorm differ by rank
+else:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")) if style == "mesh" else None
+    for part in (model[0], model[3], model):
+        fully_shard(part, mesh=mesh or init_device_mesh("cpu", (world,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+random_state = hpcdist.torch.RandomState()
+torch.manual_seed(1)
+state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random": random_state}
+mean = torch.zeros(3, dtype=torch.bool)
+saved = hpcdist.torch.load(out, state | {"step": 0, "kinds": None, "mean": mean})
+begin = saved["step"] if saved else 0
+if saved:
+    assert saved["kinds"] == [1, (2, "x"), {3: torch.tensor(2.5)}], saved
+    assert saved["mean"] is mean and mean.tolist() == [False, True, False]
+for step in range(begin, stop):
+    x = torch.randn(12, 7, dtype=torch.float64)
+    y = x.square().sum(1, keepdim=True)
+    rows = slice(rank * 12 // world, (rank + 1) * 12 // world)
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x[rows]), y[rows])
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+more = {"kinds": [1, (2, "x"), {3: torch.tensor(2.5)}], "mean": torch.tensor([rank == 9, True, False])}
+path = hpcdist.torch.save(out, state | {"step": stop} | more)
+dist.all_reduce(loss, dist.ReduceOp.AVG)
+if rank == 0:
+    print(path.name, begin, loss.item().hex(), scheduler.get_last_lr()[0])
+dist.destroy_process_group()
+"""
+
+
+def losses(done):
+    assert done.code == 0, done.output
+    name, begin, loss, rate = done.stdout.split()
+    return name, int(begin), float.fromhex(loss), float(rate)
+
+
+@pytest.mark.parametrize("style", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_state_of_a_script_continues_with_the_same_bits_and_on_other_ranks(launch, tmp_path, style):
+    whole = losses(launch(2, SCRIPT, style, tmp_path / "whole", "4"))
+    assert losses(launch(2, SCRIPT, style, tmp_path / "parts", "2"))[1] == 0
+    _, begin, loss, rate = losses(launch(2, SCRIPT, style, tmp_path / "parts", "4"))
+    assert (begin, loss, rate) == (2, *whole[2:])
+    (tmp_path / "parts/checkpoints/step-2").rename(tmp_path / "parts/checkpoints/step-9")  # the newest
+    _, begin, loss, rate = losses(launch(1, SCRIPT, style, tmp_path / "parts", "4"))
+    assert (begin, rate) == (2, whole[3])
+    if style != "ddp":  # BatchNorm makes the loss depend on the number of ranks
+        assert abs(loss - whole[2]) <= 1e-12 * abs(whole[2])
+    listing = jobs.hpcdist("checkpoint", "verify", tmp_path / "whole").stdout
+    assert "complete" in listing
+
+
+@pytest.mark.full
+def test_state_on_a_mesh_of_replicas_and_shards_continues(launch, tmp_path):
+    whole = losses(launch(2, SCRIPT, "fsdp", tmp_path / "whole", "4"))
+    losses(launch(4, SCRIPT, "mesh", tmp_path / "parts", "2"))
+    _, begin, loss, _ = losses(launch(2, SCRIPT, "fsdp", tmp_path / "parts", "4"))
+    assert begin == 2 and abs(loss - whole[2]) <= 1e-12 * abs(whole[2])
+
+
+OWN_FORMAT = """
+import os
+import sys
+from pathlib import Path
+import hpcdist.torch
+
+world = hpcdist.init()
+out = Path(os.environ["HPCDIST_RUN_DIR"])
+out.mkdir(exist_ok=True)
+path = out / "model.txt"
+step = int(path.read_text()) if path.exists() else 0
+while step < 5:
+    step += 1
+    if world.rank == 0 and sys.argv[1] != "nothing":
+        path.write_text(str(step))
+    if sys.argv[1] == "reported":
+        hpcdist.torch.saved(path, step)
+    if step % 2 == 0:
+        world.barrier()
+        os.kill(os.getpid(), 9)
+if world.rank == 0:
+    print("done")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["file", "reported", "nothing"])
+def test_checkpoint_in_a_format_of_the_script_counts_as_progress_of_restarts(tmp_path, mode):
+    (tmp_path / "program.py").write_text(OWN_FORMAT)
+    words = ["run", "-n", "1", "--restarts", "4", "--out", "out", "--", "python", "program.py", mode]
+    done = jobs.run([sys.executable, "-m", "hpcdist", *words], cwd=tmp_path)
+    if mode == "nothing":
+        assert done.returncode == 137 and "2 starts in a row made no new checkpoint" in done.stderr, done.stderr
+        return
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "a new file in" in done.stderr and "counts as progress" in done.stderr
+    assert f"start 3 follows at once, from {'model.txt' if mode == 'file' else tmp_path}" in done.stderr.replace(
+        str(tmp_path / "out"), str(tmp_path)
+    )
