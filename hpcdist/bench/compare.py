@@ -116,7 +116,7 @@ def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
 
 
 def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule) -> MedianChange:
-    """Return the change of the configuration ``name`` from ``before`` to ``after``."""
+    """Return the change of the results of configuration ``name`` from ``before`` to ``after``."""
     counts = (len(before.times_s), len(after.times_s))
     sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     if after.wrong:

@@ -198,7 +198,7 @@ class TimelinePanel:
 
 
 def bars(timeline: StepTimeline) -> list[PassBar]:
-    """Return one bar per pass of each rank of ``timeline``. Local."""
+    """Return a Gantt bar for each forward or backward pass of each rank in ``timeline``. Local."""
     program, times = timeline.program, timeline.times
     result: list[PassBar] = []
     for rank in range(program.ranks):

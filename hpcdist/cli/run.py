@@ -390,8 +390,8 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
     newest = next(iter(progress(run_dir)), None)
     where = "there is no checkpoint yet"
     if newest:
-        own = newest in checkpoints(run_dir)
-        where = f"the newest {'checkpoint' if own else 'file'} is {run_dir / ('checkpoints' if own else '') / newest}"
+        kind, folder = ("checkpoint", "checkpoints") if newest in checkpoints(run_dir) else ("file", "")
+        where = f"the newest {kind} is {run_dir / folder / newest}"
     typed = shlex.join(exit_file.resume_command(words, run_dir, script=script))
     click.echo(f"hpcdist run: {where}; {'resume' if newest else 'start again'} with {typed}", err=True)
     if run_dir.is_dir():

@@ -50,7 +50,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return one generator, which runs MPI_Iallreduce."""
+    """Return a list with one lane, a generator that runs MPI_Iallreduce."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]

@@ -29,7 +29,7 @@ def synonym(name: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate most similar to ``name``, or its `synonym`, or None if no candidate is similar."""
+    """Return the candidate that is a `synonym` of ``name``, else the most similar candidate, or None."""
     from difflib import get_close_matches  # late: needed only for errors
 
     names, here = list(candidates), synonym(name)

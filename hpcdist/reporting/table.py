@@ -117,7 +117,7 @@ class Catalogue(Generic[Record]):
         return {figure.heading: reason for figure in without if (reason := figure.why_unknown(record))}
 
     def missing(self, records: Sequence[Record]) -> list[str]:
-        """Return a line per reason why values are unknown, with the figures and the names of the records."""
+        """Return one line per reason for missing values. It names the affected figures and records."""
         names: dict[tuple[str, str], list[str]] = {}
         for record in records:
             for heading, reason in self.unknown(record).items():

@@ -208,7 +208,8 @@ def prove(
     """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective."""
     if context.world.size > PROVEN_RANKS:
         return None  # too many lists to gather
-    inside = None if context.context is None else context.context.messages(context.context.window)
+    axis = context.context_axis
+    inside = None if axis is None else axis.messages(axis.window)
     written = context.world.allgather_object(pickle.dumps((steps, inside)))  # pickled: only rank 0 unpickles the lists
     verdict: Proof | ScheduleError | None = None
     if context.world.rank == 0:
@@ -216,8 +217,8 @@ def prove(
         lists, messages = zip(*map(pickle.loads, written), strict=True)
         try:
             if grid.context > 1:
-                assert context.context is not None
-                _prove_attention(grid, messages, context.context.visited(context.context.window))
+                assert axis is not None
+                _prove_attention(grid, messages, axis.visited(axis.window))
             verdict = verify(
                 lists,
                 grid=grid,

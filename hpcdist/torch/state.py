@@ -270,12 +270,11 @@ def _decoded(tree: Any, name: str, held: Mapping[str, _Held]) -> Any:
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: Any = None) -> Path:
-    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over keyword-only ``comm``.
+    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over the keyword ``comm``.
 
-    ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values, with the same keys
-    on all ranks. Parameters and optimizer state are written by all ranks; buffers, plain tensors and JSON values are
-    those of rank 0. Keyword-only ``step``: by default newest + 1. Raises UsageError for unsupported values, and
-    StorageError on all ranks if a rank cannot write.
+    ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values, with equal keys on
+    all ranks. Buffers, plain tensors and JSON values come from rank 0. The keyword ``step`` is by default the newest
+    step + 1. Raises UsageError for unsupported values, and StorageError on all ranks if a rank cannot write.
     """
     where = communicator_of(comm)
     collector = _Collector(where, state)
@@ -285,7 +284,7 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
 
 def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, Any] | None:
-    """Restore ``state`` from the newest intact checkpoint in ``directory``. Collective over keyword-only ``comm``.
+    """Restore ``state`` from the newest intact checkpoint in ``directory``. Collective over the keyword ``comm``.
 
     Models, optimizers and other objects of ``state`` are restored in place. Return the tensors and JSON values of the
     checkpoint, keyed by name, or None if there is no checkpoint. Raises StorageError if the checkpoint does not fit.

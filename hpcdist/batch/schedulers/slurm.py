@@ -70,7 +70,7 @@ def _queued(row: list[str]) -> JobState:
 
 
 def accounted(jobs: Sequence[str]) -> list[JobState]:
-    """Return the states of ``jobs`` from sacct, one per execution. Raises MissingCapabilityError if sacct fails."""
+    """Return states of ``jobs`` from sacct, several for a requeued job. Raises MissingCapabilityError on failure."""
     options = ["--noheader", "--parsable2", "--duplicates"]
     code, output, complaint = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:

@@ -129,7 +129,7 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """Expected result of a collective: a range of the input of ``rank``, or of the sum of all inputs (None)."""
+    """Expected result of a collective: a range of the input of ``rank``. ``rank`` None: of the sum of all inputs."""
 
     part: Range
     rank: int | None

@@ -240,7 +240,7 @@ def check_processors(table: RankTable) -> Check:
 
 
 def check_settings(table: RankTable) -> Check:
-    """Check that the environment variables of hpcdist are equal on all nodes. ``table``: facts of all ranks."""
+    """Return a `Check` of whether the environment variables of hpcdist are equal on all nodes. ``table``: all ranks."""
     by_node = [machine.settings for machine in table.machines]
     names = sorted({name for settings in by_node for name in settings})
     differing = [name for name in names if len({settings.get(name) for settings in by_node}) > 1]

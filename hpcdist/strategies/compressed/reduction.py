@@ -150,7 +150,7 @@ class _Messages:
 
 
 class QuantisedReduction(CompressedReduction):
-    """Compressed reduce-scatter and all-gather: each rank sums its shard in float32, and compresses the sum."""
+    """Compressed reduce-scatter and all-gather. Each rank sums its shard in float32. An allreduce compresses sums."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
         self.comm, self.coder, self._messages = comm, coder, _Messages(comm)

@@ -55,8 +55,8 @@ class Exchange:
     """Base class of the strategies that exchange gradients and parameters between replicas, on one rank."""
 
     # `plan` returns the operations that the strategy adds to a step. Gradients are already divided by the number of
-    # samples of the global batch, so their sum over the replicas is the mean. The default methods suit ranks that make
-    # each step together, with one store of parameters and one of gradients.
+    # targets of the global batch, so their sum over the replicas is the gradient of the mean loss. The default methods
+    # suit ranks that make each step together, with one store of parameters and one of gradients.
 
     context: RankContext
     traits: Traits

@@ -47,7 +47,7 @@ class RankContext:
     working: "np.dtype[np.generic] | None" = None
     placement: StagePlacement | None = None
     tensor: Communicator = field(default_factory=solo)  # ranks that hold shards of the same tensors
-    context: ContextAxis | None = None  # ranks that divide the tokens of a sample
+    context_axis: ContextAxis | None = None  # ranks that divide the tokens of a sample
     batch: Communicator | None = None  # ranks of ``data`` with different samples; None: all
     experts: Communicator = field(default_factory=solo)  # ranks that divide the experts of this rank's stages
     portion: str = ""  # tensors of the strategy: "expert", "dense" (all others), or "" for all
@@ -61,7 +61,7 @@ class RankContext:
     @property
     def speaks(self) -> bool:
         """True if this rank is rank 0 on both the tensor axis and the context axis."""
-        return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
+        return self.tensor.rank == 0 and (self.context_axis is None or self.context_axis.rank == 0)
 
     @property
     def placed(self) -> StagePlacement:

@@ -49,6 +49,9 @@ Path of a gradient after the backward pass, with the ring algorithm, and with co
     collectives/sharded.py           `Sharding`              strategies/compressed/reduction.py  `QuantisedReduction`
     collectives/algorithms/ring.py   `reduce_scatter`        comm/communicator.py             `Communicator`
     comm/communicator.py             `Communicator`
+
+The parameters come back by the operation GATHER: `CutGatherer.gather`, then `Cuts.gather` or `CompressedGathers`, and
+the all-gathers of the same last files. Under zero1, GATHER follows the update; under zero3, it precedes each use.
 """
 
 from collections.abc import Callable, Collection, Sequence

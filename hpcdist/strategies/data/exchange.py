@@ -5,7 +5,7 @@ takes another branch than the other ranks, collectives of different layers match
 two layers of equal size. So all ranks agree on the order of the first step. In later steps, each rank compares the
 local operations with this order, without a message.
 
-Next on the path of a gradient: `reducers`.
+Next on the path of a gradient: `reducers`. Next on the way back of parameters: `gatherers`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

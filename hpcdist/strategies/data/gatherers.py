@@ -91,7 +91,7 @@ class Gatherer:
 
 
 class CutGatherer(Gatherer):
-    """All-gather of each layer's ZeRO parameter shards before use. Methods are collective over the data axis."""
+    """All-gather of each layer's ZeRO shards: before use, or after the update. Collective over the data axis."""
 
     def __init__(
         self,

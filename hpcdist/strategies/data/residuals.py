@@ -143,7 +143,7 @@ class StepResiduals(Residuals):
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Prepare to compress ``layer``: back up its residuals, and add restored ones to ``gradients``."""
+        """Back up the residuals of ``layer``. Add residuals that are never compressed again to ``gradients``."""
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:
             self._open.add(layer)

@@ -136,7 +136,7 @@ class Stages:
         scale: float = 1.0,
     ) -> None:
         """Prepare to execute ``operations``. ``draw`` selects the dropout masks; None means evaluation."""
-        axis = self._context.context
+        axis = self._context.context_axis
         cut = (lambda whole: whole) if axis is None else axis.cut
         inputs = [unpacked(x, cut) for x, _ in batches]
         self._documents = [documents for _, documents in inputs]

@@ -72,7 +72,7 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 
 @dataclass(frozen=True)
 class CommunicationOverlap:
-    """Communication time of one rank, in ns."""
+    """Communication time of one rank in ns, by its overlap with computation."""
 
     hidden_ns: int  # overlaps with computation; an upper bound, because messages seem in flight until noticed
     exposed_ns: int  # does not overlap with computation

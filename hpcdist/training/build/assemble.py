@@ -312,7 +312,7 @@ def _rank_context(
         data=axes.replicas,
         pipeline=axes.pipeline,
         tensor=tensor,
-        context=cut,
+        context_axis=cut,
         batch=axes.data,
         experts=experts,
         model=model,

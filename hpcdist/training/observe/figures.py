@@ -60,8 +60,8 @@ def describe_architecture(trainer: Trainer) -> str:
     if isinstance(trainer.model, CutModel):
         rows = ", activations by rows" if parallel.sequence_parallel else ""
         parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
-    if trainer.context.context is not None:
-        parts.append(f"context by {trainer.context.context.method}")
+    if trainer.context.context_axis is not None:
+        parts.append(f"context by {trainer.context.context_axis.method}")
     if grid.expert > 1:
         travel = getattr(trainer.model.operations.experts, "travel", None)
         assert isinstance(travel, TravellingRows | SharedRows)

@@ -474,7 +474,7 @@ def test_planned_rows_on_context_ranks_match_a_run():
     def body(comm):
         trainer = trainer_of(comm, keys)
         rows, counts = [], []
-        travel, axis = trainer.model.operations.experts.travel.axis, trainer.context.context
+        travel, axis = trainer.model.operations.experts.travel.axis, trainer.context.context_axis
         exchange, gather, count = travel.exchange, axis.all_gather, travel.counts
         travel.exchange = lambda *args: (rows.append(args[0].nbytes), exchange(*args))
         travel.counts = lambda sent: rows.append(sent.nbytes) or count(sent)
