@@ -133,7 +133,7 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if the JAX program ``jaxpr`` divides a sum of its inputs ``data`` by a constant."""
+    """Return True if a JAX program's result is a sum over its inputs ``data``, divided by a constant."""
     # Sums, differences and constant multiples of plain means are also plain means. If `divided`, the caller divides the
     # result by a constant.
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}

@@ -37,7 +37,7 @@ def submodule(name: str) -> ModuleType:
 
 @dataclass
 class JaxTraffic:
-    """Counts of tensors and bytes that hpcdist shared with JAX, or copied to or from JAX."""
+    """Counts of tensors and bytes that hpcdist shared with JAX, copied to JAX or copied back."""
 
     seen: int = 0  # tensors shared without a copy
     seen_bytes: int = 0

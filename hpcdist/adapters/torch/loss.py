@@ -55,7 +55,7 @@ class TorchLoss(Loss):
         self._cut: SampleCut | None = None
 
     def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return a copy of this loss for this rank's tokens ``cut``. Needs one prediction per token."""
+        """Return a copy of this loss for this rank's tokens ``cut`` only. Needs one prediction per token."""
         if self._tokens != cut.whole:
             raise ConfigurationError(
                 f"parallel.context needs a loss with one prediction per token, but the loss has {self._tokens} "

@@ -53,7 +53,7 @@ class TorchStage:
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return a copy of this stage for this rank's tokens ``cut``. Needs one output row per token."""
+        """Return a copy of this stage for this rank's tokens ``cut`` only. The output must have one row per token."""
         other = copy.copy(self)
         if self._output is not None:
             if self._output[:1] != (cut.whole,):
