@@ -186,7 +186,7 @@ def test_expert_ranks_must_compute_in_the_same_order(text):
         [replace(op, microbatch=1 - op.microbatch) if rank > 1 and op.kind in OVER_CONTEXT else op for op in local_data]
         for rank, local_data in enumerate(steps)
     ]
-    experts = {unit: layout.part_of(unit, "expert") for unit in (1, 2)}
+    experts = {unit: layout.range_of(unit, "expert") for unit in (1, 2)}
 
     def prove(lists, expert, experts):
         grid = ProcessGrid(data=2, context=2, expert=expert)
