@@ -191,7 +191,10 @@ class ErrorFeedback:
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Return ``gradient`` plus the residual of the range ``where``. The caller must subtract what it sends."""
+        """Add ``gradient`` to the residual of the range ``where``. Return the sum as a view of the residual.
+
+        The caller must subtract the values that it sends from this view.
+        """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
             raise UsageError(
@@ -214,7 +217,7 @@ class ErrorFeedback:
         return residual
 
     def keep(self) -> None:
-        """End a step, and keep the new residuals."""
+        """End a step: the new residuals will be added to the next gradients."""
         self._open.clear()
 
     def rollback(self) -> None:

@@ -56,7 +56,7 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (forward, backward): the mean bytes that a rank sends, for each all-to-all of the pass."""
+    """Return a pair (forward, backward) of tuples: the mean bytes that a rank sends in each all-to-all of the pass."""
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
     output = share.heads * number
@@ -75,7 +75,10 @@ def ring_passes(share: AttentionShare) -> int:
 
 
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
-    """Return the seconds of communication that computation does not hide in one pass of ring attention."""
+    """Return the seconds of communication that computation does not hide in one pass of ring attention.
+
+    ``tile_s``: seconds to compute with one rank's keys. ``pass_s``: seconds to send these keys to the next rank.
+    """
     if ranks == 1:
         return 0.0
     exposed_s, both_exposed_s = max(0.0, pass_s - tile_s), max(0.0, 2 * pass_s - tile_s)
@@ -88,7 +91,10 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
 
 
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
-    """Return the bytes of the int32 token counts that a router gathers from ``ranks`` context ranks."""
+    """Return the bytes of the int32 token counts that a mixture-of-experts router gathers from ``ranks`` context ranks.
+
+    ``samples``: samples per micro-batch. ``experts``: number of experts.
+    """
     # A rank has two token ranges of each sample, and one count for each range and expert.
     return 4 * 2 * ranks * samples * experts
 

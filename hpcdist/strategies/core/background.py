@@ -23,7 +23,7 @@ class PrefetchCounts:
 
 
 class BackgroundCollectives:
-    """Collectives in flight over the data axis. All ranks must start and close them in the same order."""
+    """Collectives in flight over the communicator ``data``. All ranks must start and close them in the same order."""
 
     # ``kind``: method of making progress, one of `nonblocking.KINDS`, such as "poll". Methods that start a collective
     # take a ``key``, an identifier for the later `wait` or `wait_gather`.
@@ -37,7 +37,7 @@ class BackgroundCollectives:
         self._fetched = PrefetchCounts()
 
     def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
-        """Start to allreduce ``gradients`` in place. Call `wait` with the same ``key``."""
+        """Start to allreduce ``gradients`` in place. Call `wait` with the same ``key``, an arbitrary identifier."""
         with self._exposed():
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 

@@ -75,7 +75,10 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sums of all ranks' ``losses`` and ``values``, computed by the function ``agree``. Collective."""
+        """Return the sum of all ranks' ``losses`` and the array sum of all ranks' ``values``. Collective.
+
+        ``agree``: function that sums an array over all ranks.
+        """
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
         shard_losses[self.own.start : self.own.start + len(losses)] = losses

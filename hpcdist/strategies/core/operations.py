@@ -36,7 +36,7 @@ class StagePlacement:
         return range(self.chunks[0].start, self.chunks[-1].stop)
 
     def of(self, rank: int) -> tuple[range, ...]:
-        """Return the model chunks of ``rank``, in model order."""
+        """Return a tuple of the model chunks (ranges of layers) of ``rank``, in model order."""
         return tuple(chunk for chunk, owner in zip(self.chunks, self.ranks, strict=True) if owner == rank)
 
     def rank_of(self, unit: int) -> int:
