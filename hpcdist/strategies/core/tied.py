@@ -21,7 +21,7 @@ TIES = 1 << 10
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """Tensor on two pipeline ranks: rank ``owner`` has the original, and rank ``holder`` has a copy."""
+    """Tensor that two pipeline ranks use: rank ``owner`` has the original, and rank ``holder`` has a copy."""
 
     key: str  # name in the model's layout
     unit: int  # model unit of the original tensor

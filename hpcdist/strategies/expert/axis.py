@@ -35,7 +35,10 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return the number of token rows that each rank sends to each local expert. Collective."""
+        """Return an array (ranks, local experts): the number of token rows that each rank sends to each local expert.
+
+        ``sent``: number of token rows that this rank sends to each rank and expert. Collective.
+        """
         begin = time.perf_counter()
         received = np.empty_like(sent)
         shares = _ranges(np.full(self.size, 1), sent.shape[1])
@@ -44,7 +47,10 @@ class ExpertAxis:
         return received
 
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send token ``rows`` to all ranks, and receive theirs in ``arrived``, both in rank order. Collective."""
+        """Send token ``rows`` to all ranks, and receive token rows in ``arrived``, both in rank order. Collective.
+
+        ``sent``, ``received``: number of rows to and from each rank.
+        """
         # Both arrays have shape (rows, width), are contiguous, and must not overlap.
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()
@@ -56,7 +62,10 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have written ``memory``, and log an all-to-all of the size of ``like``."""
+        """Wait until all ranks have written the shared ``memory``, and log this exchange as an all-to-all.
+
+        ``like``: array with the size and dtype to log.
+        """
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
