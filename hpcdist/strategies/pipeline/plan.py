@@ -94,7 +94,10 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the layers do not fit."""
+    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the layers do not fit.
+
+    ``states``: bytes of parameters, gradients and optimizer state. ``samples``: samples per micro-batch.
+    """
     # ``seconds``: measured times of each layer. ``earlier_units``: layers of each stage in a checkpoint, to be kept.
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)

@@ -51,7 +51,7 @@ class StageMessages:
                 )
 
     def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
-        """Start to post the receives in ``operations``. ``samples``: number of samples of each micro-batch."""
+        """Start to post the receives in the list ``operations``. ``samples``: number of samples of each micro-batch."""
         if len(samples) > self._window:
             self._check_order(operations)
         kinds = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)

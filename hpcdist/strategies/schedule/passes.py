@@ -36,7 +36,7 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest number of micro-batches in progress at once on a rank, summed over its model chunks."""
+    """Largest numbers of micro-batches in progress at once on a rank, by state, summed over its model chunks."""
 
     live: int  # after forward, before backward (or its input-gradient half), with all activations
     held: int  # between the input-gradient and the weight-gradient half of a split backward pass
@@ -74,7 +74,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
-    """Return the operations of ``rank``: its ``passes`` and their pipeline messages."""
+    """Return a list of the operations of ``rank``: its ``passes``, and the pipeline messages for them."""
     # With ``recompute``, a chunk keeps only the input of each micro-batch, and runs forward again before the backward
     # pass.
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
@@ -121,14 +121,17 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the smallest group size of interleaved 1F1B for which no group has fewer than ``ranks`` micro-batches."""
+    """Return the number of micro-batches that interleaved 1F1B runs through a chunk before the next chunk.
+
+    It is the smallest number for which every group has at least ``ranks`` micro-batches.
+    """
     # A rank runs a whole group of micro-batches through one chunk before its next chunk. The last group may be smaller.
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes:
-    """Return the passes of interleaved 1F1B, in which each rank has several model chunks."""
+    """Return a list of the passes of interleaved 1F1B, in which each rank has ``chunks`` model chunks."""
     size = interleaved_group(ranks, microbatches)
     table = [
         (chunk, microbatch)

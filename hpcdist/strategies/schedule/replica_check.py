@@ -54,7 +54,10 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 
 
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
-    """Raise DataError on all ranks if the ranks of one ``replica`` have different batches. Collective over ``comm``."""
+    """Raise DataError on all ranks if the ranks of one ``replica`` have different batches. Collective over ``comm``.
+
+    ``replica``: number of this rank's replica. ``what``: text that names the batch, for the message.
+    """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
     table[comm.rank] = row if looks else -1
@@ -109,7 +112,10 @@ def explain_nonfinite(
     batches: Sequence[MicroBatch],
     error: NonFiniteError,
 ) -> NonFiniteError:
-    """Repeat a failed step; return ``error`` with the first non-finite value of each rank. Collective."""
+    """Repeat a failed step; return ``error`` with the first non-finite value of each rank in its text. Collective.
+
+    ``batches``: micro-batches of the step.
+    """
     findings = comm.allgather_object(executor.inspect(operations, batches))
     locations = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]
     location, suspect = "; ".join(locations), "this step"

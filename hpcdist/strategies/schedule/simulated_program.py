@@ -65,7 +65,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Five sequences of seconds by layer, one per type of pass."""
+        """Five sequences with the seconds of each layer, one sequence per type of pass."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
