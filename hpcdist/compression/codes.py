@@ -61,7 +61,10 @@ def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
 
 
 def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
-    """Unpack the result ``packed`` of `pack_arrays` into the uint8 array ``codes``, on the host or a GPU."""
+    """Unpack the result ``packed`` of `pack_arrays` into the uint8 array ``codes``, on the host or a GPU.
+
+    ``bits``: bits per code.
+    """
     mask = np.uint8((1 << bits) - 1)
     for group, place in grouped(codes, bits, packed):
         stride = place.shape[1]

@@ -116,7 +116,7 @@ class Compressor(ABC):
         )
 
     def check(self, values: Array, payload: Array) -> None:
-        """Raise UsageError unless both buffers have the expected dtype, size, alignment and layout."""
+        """Raise UsageError unless ``values`` and ``payload`` have the expected dtype, size, alignment and layout."""
         expected = self.payload_bytes(values.size)
         if values.ndim != 1 or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise UsageError(
@@ -185,7 +185,10 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
-        """Compress ``gradient`` plus the residual of the range ``where``, and keep the error as the new residual."""
+        """Compress ``gradient`` plus the residual of the range ``where`` into ``payload``, with ``compressor``.
+
+        The compression error becomes the new residual. ``key``: random stream.
+        """
         compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)
         compressor.add(payload, compensated, -1.0)

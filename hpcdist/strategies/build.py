@@ -67,7 +67,7 @@ class StrategySettings:
 
 
 def build_exchange(context: RankContext, settings: StrategySettings) -> Exchange:
-    """Return the gradient exchange of this rank. Collective over the world."""
+    """Return the gradient exchange of this rank that ``settings`` select. Collective over the world."""
     shards = LogicalShards(context, settings.logical_shards) if settings.logical_shards else None
     if context.experts.size > 1 and not context.portion:
         replicas = expert_replicas(context.data, context.experts.size)

@@ -43,7 +43,7 @@ def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
 
 
 def tokens(rank_pieces: Pieces) -> int:
-    """Return the number of tokens in the token ranges of one rank."""
+    """Return the number of tokens in ``rank_pieces``, the token ranges of one rank."""
     return rank_pieces[-1][1]
 
 

@@ -23,7 +23,7 @@ class PrefetchCounts:
 
 
 class BackgroundCollectives:
-    """Collectives in flight over the communicator ``data``. All ranks must start and close them in the same order."""
+    """Collectives in flight over the data axis. All ranks must start and close them in the same order."""
 
     # ``kind``: method of making progress, one of `nonblocking.KINDS`, such as "poll". Methods that start a collective
     # take a ``key``, an identifier for the later `wait` or `wait_gather`.
@@ -42,7 +42,10 @@ class BackgroundCollectives:
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to reduce-scatter ``gradients`` in place: rank r gets the sum of ``shares[r]``."""
+        """Start to reduce-scatter ``gradients`` in place with ``algorithm``: rank r gets the sum of ``shares[r]``.
+
+        ``key``: identifier for `wait`.
+        """
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
@@ -52,7 +55,10 @@ class BackgroundCollectives:
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters`` in place: rank r sends ``shares[r]``. Then call `wait_gather`."""
+        """Start to all-gather ``parameters`` in place with ``algorithm``: rank r sends ``shares[r]``.
+
+        ``key``: identifier for `wait_gather`.
+        """
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 

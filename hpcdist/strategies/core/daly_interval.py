@@ -14,7 +14,10 @@ import math
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's optimal work time in seconds between checkpoints. ``mtbf_s``: mean time between failures."""
+    """Return Daly's optimal work time in seconds between checkpoints.
+
+    ``cost_s``: time of a save. ``mtbf_s``: mean time between failures.
+    """
     _check(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
         return mtbf_s

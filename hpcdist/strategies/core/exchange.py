@@ -126,7 +126,7 @@ class Exchange:
         self.update.begin_update(scale)
 
     def count_samples(self, local_samples: int, samples: int) -> None:
-        """Record the number of samples of this replica and of all replicas in the step. Local."""
+        """Record the samples in the step: ``local_samples`` of this replica, ``samples`` of all replicas. Local."""
 
     def scaled_by(self, loss_scale: float) -> None:
         """Record that the next step's gradients contain the factor ``loss_scale``. Local."""
@@ -196,7 +196,10 @@ class Exchange:
 
 
 def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
-    """Return True if all ranks pass the same 64-bit ``digest``. Collective over ``comm``."""
+    """Return True if all ranks pass the same 64-bit ``digest``. Collective over ``comm``.
+
+    ``algorithm``: allreduce algorithm for the comparison.
+    """
     number = digest >> 1  # 63 bits fit an int64
     # The maximum of ~x is the complement of the minimum of x, so one reduction finds the maximum and the minimum.
     bounds = np.array([number, ~number], np.int64)

@@ -38,9 +38,9 @@ def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[
 
 
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
-    """Sum ``norms``, the squared norms of all tensors, over ``comm`` in place. Collective.
+    """Sum ``norms``, the squared norms of all tensors of ``layout``, over ``comm`` in place. Collective.
 
-    Only rank 0 contributes the norms of unsharded tensors.
+    Only rank 0 contributes the norms of unsharded tensors. ``algorithm``: of the allreduce.
     """
     if comm.size == 1:
         return

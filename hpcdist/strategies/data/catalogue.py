@@ -127,7 +127,10 @@ def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool
 
 
 def onebit(context: RankContext, config: CompressionConfig, seed: int = 0) -> DataExchange:
-    """Return the strategy "onebit" (1-bit Adam). Collective over the data axis."""
+    """Return the strategy "onebit" (1-bit Adam). Collective over the data axis.
+
+    ``config``: compression options. ``seed``: seed of random numbers.
+    """
     optimizer = replace(context.optimizer, name="sgd", momentum=0.0)  # adds the decay and the learning rate
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = OneBit(context, update, config, seed)

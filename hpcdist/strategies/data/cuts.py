@@ -126,7 +126,10 @@ class Cuts:
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
-        """Allreduce the range of ``layer`` that this rank updates, over its replicas and in place. Collective."""
+        """Allreduce the range of ``layer`` that this rank updates, in ``store`` and in place.
+
+        Collective over the ranks that update the same range.
+        """
         part = self.cuts[layer][OPTIMIZER]
         if self.replicas is not None and part:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)

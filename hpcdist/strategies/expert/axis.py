@@ -20,7 +20,10 @@ from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
-    """Return the communicator of the ranks of ``replicas`` with the same experts as this rank. Collective."""
+    """Return the communicator of the ranks of ``replicas`` with the same experts as this rank. Collective.
+
+    ``degree``: number of ranks that divide the experts.
+    """
     same_experts = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
     assert same_experts is not None
     return same_experts
@@ -85,7 +88,10 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 
 
 def algorithm_for(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
-    """Return the name of the all-to-all algorithm to use over ``comm``. Collective."""
+    """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
+
+    ``gradient_algorithm``: allreduce algorithm in the recipe.
+    """
     is_one_node = comm.nodes().count == 1
     if settled and not (gradient_algorithm == NODE_SHARED and is_one_node and on == "cpu"):
         return gradient_algorithm if gradient_algorithm in ALL_TO_ALL else "pairwise"

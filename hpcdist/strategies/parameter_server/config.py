@@ -82,7 +82,10 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the recipe setting, as text, that lets workers step independently, or "" if they step together. Local."""
+    """Return the recipe setting, as text, that lets workers step independently, or "" if they step together. Local.
+
+    The arguments are the keys of the same names in the section [parameter_server].
+    """
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)

@@ -61,7 +61,10 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of all workers; on a dedicated server, of all dedicated servers. Collective."""
+        """Return the communicator of all workers; on a dedicated server, of all dedicated servers.
+
+        Collective over ``world``.
+        """
         part = world.split(int(world.rank not in self.workers), world.rank, "role")
         assert part is not None
         return part

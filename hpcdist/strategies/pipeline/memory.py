@@ -138,7 +138,10 @@ class StageMemory:
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict {category, such as "activations": bytes that ``rank`` uses}. Arguments as in `on`."""
+        """Return a dict {category, such as "activations": bytes that ``rank`` uses}.
+
+        Its chunk i has the layers [starts[i], stops[i]).
+        """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]
         activations: Any = 0

@@ -51,10 +51,10 @@ def search(
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
-    """Return the fastest partition of a model's layers into chunks, or None if no partition fits into memory. Local.
+    """Return the fastest partition of layers into chunks, or None if no partition fits into memory. Local.
 
-    ``rank_of_chunk``: rank of each chunk. ``speeds``, ``limits``: relative speed and memory limit of each rank.
-    ``steps``: maximum number of search steps.
+    ``layer_seconds``: time of each layer. ``rank_of_chunk``: rank of each chunk.
+    ``speeds``, ``limits``: speed and memory limit of each rank. ``steps``: maximum number of search steps.
     """
     task = _Task(tuple(layer_seconds), tuple(rank_of_chunk), tuple(speeds), tuple(limits), memory)
     bound = task.bound()

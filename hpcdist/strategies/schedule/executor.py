@@ -93,8 +93,8 @@ class Executor:
     ) -> StepResult:
         """Run step number ``step``. Collective. Raises NonFiniteError if the loss or a gradient is not finite.
 
-        ``samples``: samples of all replicas. ``stop_requests``: counts to sum over ranks.
-        ``first_sample``: index of this replica's first sample. ``targets``: loss terms of all replicas.
+        ``batches``: micro-batches. ``samples``, ``targets``: sums over all replicas. ``stop_requests``: to be summed.
+        ``first_sample``: index of this replica's first sample in the global batch.
         """
         # With loss scaling, a step with a non-finite gradient is skipped.
         sizes = [len(inputs) for inputs, _ in batches]
@@ -144,9 +144,9 @@ class Executor:
         return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
-        """Repeat a failed step without update. Collective.
+        """Repeat a failed step without update, with its ``operations`` and micro-batches ``batches``. Collective.
 
-        Return a text about the first non-finite value of this rank, or None if all values are finite.
+        Return a text about this rank's first non-finite value, or None if all values are finite.
         """
         self._watch.begin(self.exchange.parameters)
         self._compute(operations, batches)

@@ -107,7 +107,10 @@ class StageMessages:
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Return a copy of ``dx``, the input gradient of layer ``unit``. `forget_gradient` frees the copy."""
+        """Return a copy of ``dx``, the input gradient of layer ``unit`` in one micro-batch.
+
+        `forget_gradient` frees the copy.
+        """
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy

@@ -164,7 +164,7 @@ def compute_operations(
 ) -> list[Operation]:
     """Return a list of the passes and messages of pipeline rank ``rank`` in one step, as operations.
 
-    ``schedule``: name of the schedule, or the passes of each rank.
+    ``schedule``: name of the schedule, or the passes of each rank. ``placement``: assignment of layers to ranks.
     """
     if isinstance(schedule, str):
         chunks = len(placement.chunks) // placement.stages
@@ -175,7 +175,10 @@ def compute_operations(
 
 
 def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Operation]:
-    """Return a list of the operations of pipeline rank ``rank`` that evaluate one batch."""
+    """Return a list of the operations of pipeline rank ``rank`` that evaluate one batch.
+
+    ``placement``: assignment of layers to ranks.
+    """
     return expand([(Kind.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
 
 

@@ -172,7 +172,7 @@ class Stages:
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each completed micro-batch that has samples, summed over its targets."""
+        """List of the loss of each completed micro-batch that has samples, summed over its targets."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
 

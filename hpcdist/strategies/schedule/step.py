@@ -175,7 +175,10 @@ class ProfilerRanges(Protocol):
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return a context manager that opens a profiler range, and closes it even after errors."""
+        """Return a context manager that opens a profiler range, and closes it even after errors.
+
+        The range shows the ``phase``, the operation's ``name``, the micro-batch and the layer ``unit``.
+        """
 
 
 _NOTHING: Final = nullcontext()
@@ -184,7 +187,7 @@ _NOTHING: Final = nullcontext()
 def no_ranges(
     phase: str, name: str, microbatch: int = -1, unit: int = -1
 ) -> AbstractContextManager[object, bool | None]:
-    """Return a context manager that does nothing, for runs without a profiler."""
+    """Return a context manager that does nothing, for runs without a profiler. All arguments are ignored."""
     return _NOTHING
 
 
@@ -192,7 +195,10 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return a handler that executes ``handler`` within a profiler range. ``ranges``: function that opens the range."""
+    """Return ``handler`` wrapped in a profiler range of the ``phase``, such as "compute".
+
+    ``ranges``: function that opens the range.
+    """
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):

@@ -181,5 +181,8 @@ class Trainer:
 
 
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:
-    """Return the number of micro-batches of each rank in a step. Local."""
+    """Return the number of micro-batches of each rank in a step. Local.
+
+    ``grid``: the ranks along each axis of parallelism.
+    """
     return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches

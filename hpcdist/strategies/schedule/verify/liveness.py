@@ -29,7 +29,7 @@ def prove(
 ) -> list[Peak]:
     """Check the ``passes`` of all ranks and return a list of each rank's `Peak`. Raises ScheduleError if invalid.
 
-    ``names``: text that names each rank in messages.
+    ``placement``: assignment of layers to ranks. ``names``: text that names each rank in messages.
     """
     # Wrong: ranks wait for each other in a cycle, or a micro-batch does not pass exactly once forward and once back
     # through every chunk.
@@ -203,7 +203,10 @@ def check_liveness(program: RankProgram) -> None:
 
 
 def gathered_peak(program: RankProgram) -> int:
-    """Return the largest number of layers gathered at once. Layers that are never freed do not count."""
+    """Return the largest number of layers that the rank's ``program`` has gathered at once.
+
+    Layers that are never freed do not count.
+    """
     freed = {op.unit for _, op in program.where(Kind.FREE)}
     gathered = most = 0
     for _, op in program.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
