@@ -97,7 +97,7 @@ SERVER_ALGORITHMS: Final = ("native", "ring")  # values for workers, which reduc
 
 
 def server_algorithms(config: ParameterServerConfig) -> tuple[str, ...]:
-    """Return the values of ``communication.algorithm`` that a parameter server with ``config`` supports."""
+    """Return a tuple of the values of ``communication.algorithm`` that a parameter server with ``config`` supports."""
     return (*SERVER_ALGORITHMS, "hierarchical") if config.lock_step else SERVER_ALGORITHMS
 
 

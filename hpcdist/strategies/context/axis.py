@@ -116,7 +116,7 @@ class ContextAxis:
             self.watch.distrust(receive)
 
     def all_gather(self, local: np.ndarray) -> np.ndarray:
-        """Return the integer arrays ``local`` of all ranks, stacked along a new first axis. Collective."""
+        """Return an array: the integer arrays ``local`` of all ranks, stacked along a new first axis. Collective."""
         whole, begin = np.empty((self.size, *local.shape), local.dtype), time.perf_counter()
         whole[self.rank] = local
         self.comm.all_gather(whole.reshape(-1), [Range(r * local.size, (r + 1) * local.size) for r in range(self.size)])

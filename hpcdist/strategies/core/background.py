@@ -106,7 +106,7 @@ class BackgroundCollectives:
         return exposed_s, math.nan if self.polls else busy_s - before_s
 
     def fetched(self) -> PrefetchCounts:
-        """Return the counts of prefetched gathers since the last call."""
+        """Return the `PrefetchCounts` (hits and misses) of prefetched gathers since the last call."""
         counts, self._fetched = self._fetched, PrefetchCounts()
         return counts
 

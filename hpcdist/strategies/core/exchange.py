@@ -175,7 +175,7 @@ class Exchange:
         return parameters + pieces_of(self.update.slots(), self.update.parts)
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars to store in a checkpoint, in addition to the arrays. Local."""
+        """Return a dict {name: scalar} to store in a checkpoint, in addition to the arrays. Local."""
         return self.update.optimizer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -189,7 +189,7 @@ class Exchange:
             self.spread()
 
     def spread(self) -> None:
-        """Return a dict {name: scalar} to store in a checkpoint, in addition to the arrays. Local."""
+        """Send the parameters that this rank updates to all ranks with a copy. Collective over the data axis."""
 
     def close(self) -> None:
         """Free communicators, windows and threads. No step can follow. Collective over the world."""

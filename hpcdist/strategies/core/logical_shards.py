@@ -87,7 +87,7 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars for a checkpoint: a fingerprint of floating-point rounding. Local."""
+        """Return a dict of scalars to store in a checkpoint: a fingerprint of floating-point rounding. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:

@@ -47,11 +47,11 @@ class StagePlacement:
         return unit > self.chunks[0].start and self._ranks[unit] != self._ranks[unit - 1]
 
     def skips_into(self, unit: int) -> list[int]:
-        """Return the layers whose outputs go to layer ``unit`` over skip connections, in ascending order."""
+        """Return a list of the layers whose outputs go to layer ``unit`` over skip connections, in ascending order."""
         return sorted(source for source, target in self.skips if target == unit)
 
     def skips_from(self, unit: int) -> list[int]:
-        """Return the layers that get the output of layer ``unit`` over skip connections, in ascending order."""
+        """Return a list of layers that get the output of layer ``unit`` over skip connections, in ascending order."""
         return sorted(target for source, target in self.skips if source == unit)
 
     def edge(self, source: int, target: int) -> int:

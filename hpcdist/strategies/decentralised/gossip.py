@@ -56,7 +56,7 @@ class Graph:
         return self.rounds[number][rank]
 
     def targets(self, rank: int, number: int) -> list[int]:
-        """Return a tuple of the ranks to which ``rank`` must send its parameters in round ``number``."""
+        """Return a list of the ranks to which ``rank`` must send its parameters in round ``number``."""
         return [other for other, sources in enumerate(self.rounds[number]) if any(peer == rank for peer, _ in sources)]
 
     def matrix(self, number: int = 0) -> np.ndarray:  # (ranks, ranks)

@@ -62,7 +62,7 @@ class PartitionPlan:
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
-        """Return the lines of a text table with one row per pipeline rank."""
+        """Return a list of the lines of a text table with one row per pipeline rank."""
         work, size = BASES[self.basis]
         lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")

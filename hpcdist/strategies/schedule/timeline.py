@@ -123,7 +123,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return a list of the `Peak` of each rank: its maximum numbers of micro-batches in progress. Local."""
+    """Return a tuple with the `Peak` of each rank: its maximum numbers of micro-batches in progress. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 
