@@ -49,7 +49,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Gradient compressor that a run uses, and the reason for this choice."""
+    """Gradient compressor that a run uses, and where the choice comes from, such as the recipe or a measurement."""
 
     name: str
     source: str  # "recipe", "checkpoint", "measured" or "default"

@@ -150,7 +150,7 @@ class _Messages:
 
 
 class QuantisedReduction(CompressedReduction):
-    """Compressed reduce-scatter and all-gather: each rank sums its shard in float32.
+    """Compressed reduce-scatter and all-gather: each rank decodes and sums its shard in float32.
 
     An allreduce is both: it compresses the gradients, and then the sums.
     """

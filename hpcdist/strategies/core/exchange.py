@@ -97,7 +97,7 @@ class Exchange:
         raise NotImplementedError
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare to execute the list ``operations`` of a step or an evaluation. Collective over the data axis."""
+        """Prepare to execute ``operations``, the list of a step or an evaluation. Collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the store that now holds the parameters of ``layer``. Local."""
@@ -132,7 +132,10 @@ class Exchange:
         """Record that the next step's gradients contain the factor ``loss_scale``. Local."""
 
     def flush(self) -> bool:
-        """Average the replicas before a checkpoint or evaluation. Return True if replicas differed. Collective."""
+        """Average the parameters of all replicas before a checkpoint or evaluation. Collective.
+
+        Return True if the parameters differed between replicas.
+        """
         return False
 
     def new_consensus_distances(self) -> dict[int, float]:

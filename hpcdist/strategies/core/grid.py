@@ -18,7 +18,10 @@ SHOWN: Final = 4  # number of first and of last groups that a long row shows
 
 @dataclass(frozen=True)
 class ShardingDegrees:
-    """Numbers of ranks that shard parameters, gradients and optimizer state. Each number divides the next."""
+    """Numbers of ranks that shard parameters, gradients and optimizer state.
+
+    Each number divides the next, because each shard is divided further.
+    """
 
     parameters: int
     gradients: int

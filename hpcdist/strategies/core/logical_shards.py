@@ -67,7 +67,7 @@ class LogicalShards:
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
-        """Add the gradients of one local micro-batch to the summation ``tree``. Local."""
+        """Add the gradients of the local micro-batch number ``microbatch`` to the summation ``tree``. Local."""
         # Micro-batch i is logical shard i of this rank. Further micro-batches are ignored.
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)

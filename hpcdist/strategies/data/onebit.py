@@ -151,7 +151,7 @@ class OneBit(LocalGradients):
         self.handlers = {Kind.REDUCE: self.reduce, Kind.COMPRESS: self.compress}
 
     def all_groups(self) -> Iterator[tuple[ScaleGroup, OneBitAdam]]:
-        """Yield pairs (`ScaleGroup`, its Adam state). Local."""
+        """Yield pairs (`ScaleGroup`, `OneBitAdam` state of this group). Local."""
         return chain.from_iterable(self.groups.values())
 
     @property

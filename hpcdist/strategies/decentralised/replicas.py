@@ -68,7 +68,7 @@ class Replicas(Exchange):
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Leave this rank's gradients as they are: they are not averaged over the ranks. Local."""
+        """Leave this rank's gradients in ``op.range`` as they are: they are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
         self._norm_squared = self.update.norm_squared() * self.factor**2

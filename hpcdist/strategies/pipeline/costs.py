@@ -197,7 +197,7 @@ class TensorSplit:
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
-        """Return the number of elements per sample that a tensor-parallel rank keeps of ``array``."""
+        """Return the number of elements per sample of ``array``, a kept activation, on one tensor-parallel rank."""
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:

@@ -31,7 +31,7 @@ VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Partition of a model over pipeline ranks, and the time of its slowest rank."""
+    """Assignment of a model's layers to chunks on pipeline ranks, and the time of its slowest rank."""
 
     chunks: tuple[range, ...]  # layers (also embedding and head) of each chunk, in model order
     largest: float  # seconds per micro-batch of the slowest rank

@@ -38,7 +38,7 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 def compact(passes: Passes) -> np.ndarray:
     """Return ``passes`` as an int64 array of shape (3, n), for n passes. Local.
 
-    Rows: pass type, micro-batch, and index of the chunk on this rank.
+    Rows: pass type, micro-batch, and index of the model chunk on this rank.
     """
     if not passes:
         return np.zeros((3, 0), np.int64)

@@ -126,7 +126,10 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the assignment of the recipe's layers to pipeline stages, without MPI. Raises UsageError for one stage."""
+    """Return the assignment of the recipe's layers to pipeline stages, without MPI.
+
+    Raises UsageError if there is only one stage.
+    """
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)

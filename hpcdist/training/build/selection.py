@@ -31,7 +31,7 @@ DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for
 
 @dataclass(frozen=True)
 class AlgorithmSelection:
-    """Collective algorithm of a run, and the source of this choice."""
+    """Collective algorithm that a run uses, and where the choice comes from, such as the recipe."""
 
     algorithm: str
     source: str  # "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default"
