@@ -48,7 +48,10 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as numpy or cupy arrays."""
+    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as arrays of ``xp``.
+
+    ``xp``: the module numpy or cupy.
+    """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
     at[0] = 0.0
@@ -79,7 +82,7 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(blocks: int, block: int) -> int:
-    """Return n such that every n-th of ``blocks`` blocks of ``block`` values gives about SAMPLE values to count."""
+    """Return the stride at which to sample ``blocks`` blocks of ``block`` values, to count about SAMPLE values."""
     return max(1, -(-blocks // max(1, SAMPLE // block)))
 
 

@@ -61,7 +61,10 @@ def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
 
 
 def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
-    """Unpack the result ``packed`` of `pack_arrays` into the uint8 array ``codes``, on the host or a GPU."""
+    """Unpack the result ``packed`` of `pack_arrays` into the uint8 array ``codes``, on the host or a GPU.
+
+    ``bits``: bits per code.
+    """
     mask = np.uint8((1 << bits) - 1)
     for group, place in grouped(codes, bits, packed):
         stride = place.shape[1]
@@ -71,7 +74,10 @@ def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
 
 
 def grouped(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]:
-    """Return 2-D views of ``codes`` and ``packed``, one group of codes per row: whole groups, then the rest."""
+    """Return a list of pairs of 2-D views of (``codes``, ``packed``), with one group of codes per row.
+
+    The first pair holds all whole groups, the second pair holds the rest. ``bits``: bits per code.
+    """
     whole = codes.size // GROUP * GROUP
     ends = packed_bytes(whole, bits)
     pairs = [(codes[:whole].reshape(-1, GROUP), packed[:ends].reshape(-1, GROUP * bits // 8))]
@@ -178,7 +184,10 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 
 
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
-    """Return the float32 scale of each row of ``rows``: its largest magnitude (MAXIMUM) or 2-norm (NORM)."""
+    """Return the float32 scale of each row of ``rows``: its largest magnitude (MAXIMUM) or 2-norm (NORM).
+
+    ``kind``: MAXIMUM or NORM. ``width``: a power of two, at least the row length, to pad rows for NORM.
+    """
     xp = namespace(rows)
     if kind == MAXIMUM:
         return xp.absolute(rows).max(axis=1)
@@ -199,7 +208,10 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two float32 factors per scale. Multiplying values by both maps [-scale, scale] to [-levels, levels]."""
+    """Return two float32 factors per scale. Multiplying values by both maps [-scale, scale] to [-levels, levels].
+
+    ``levels``: largest quantised value.
+    """
     # Callers multiply by one factor after the other, because the product could overflow.
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)

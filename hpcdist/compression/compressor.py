@@ -116,7 +116,7 @@ class Compressor(ABC):
         )
 
     def check(self, values: Array, payload: Array) -> None:
-        """Raise UsageError unless both buffers have the expected dtype, size, alignment and layout."""
+        """Raise UsageError unless ``values`` and ``payload`` have the expected dtype, size, alignment and layout."""
         expected = self.payload_bytes(values.size)
         if values.ndim != 1 or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise UsageError(
@@ -185,13 +185,19 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
-        """Compress ``gradient`` plus the residual of the range ``where``, and keep the error as the new residual."""
+        """Compress ``gradient`` plus the residual of the range ``where`` into ``payload``, with ``compressor``.
+
+        The compression error becomes the new residual. ``key``: random stream.
+        """
         compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Return ``gradient`` plus the residual of the range ``where``. The caller must subtract what it sends."""
+        """Add ``gradient`` to the residual of the range ``where``. Return the sum as a view of the residual.
+
+        The caller must subtract the values that it sends from this view.
+        """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
             raise UsageError(
@@ -214,7 +220,7 @@ class ErrorFeedback:
         return residual
 
     def keep(self) -> None:
-        """End a step, and keep the new residuals."""
+        """End a step: the new residuals will be added to the next gradients."""
         self._open.clear()
 
     def rollback(self) -> None:

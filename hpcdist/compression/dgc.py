@@ -31,7 +31,10 @@ def density_at(stage: int, final: float) -> float:
 
 
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
-    """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``). 0 means no limit."""
+    """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``).
+
+    ``norm_squared``: square of the norm. ``limit`` 0 means no limit.
+    """
     # `norm_squared` is the square of the norm. `limit` 0 means no limit.
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
@@ -76,7 +79,10 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest unsent values to ``payload`` (8 bytes per value), and set them to 0."""
+        """Write the largest unsent values to ``payload``, and set them to 0.
+
+        The size of ``payload``, 8 bytes per value, determines the number of values.
+        """
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         # momentum factor masking
@@ -89,7 +95,7 @@ class DeepGradientCompression:
         self.unsent[...] = 0
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the float32 arrays, of shape (n,), to save in a checkpoint, by name."""
+        """Return a dict {name: float32 array of shape (n,)} to save in a checkpoint."""
         return {"velocity": self.velocity, "unsent": self.unsent}
 
 

@@ -46,7 +46,10 @@ class AdamMoments:
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
-    """Return the byte range of each payload in one message, for the given payload sizes. Starts are aligned."""
+    """Return a list with the byte range of each payload in one message, for payloads of ``sizes_bytes`` bytes.
+
+    Each range starts at an aligned offset.
+    """
     starts = accumulate(sizes_bytes, lambda start, size: align(start + size), initial=0)
     return [Range(start, start + size) for start, size in zip(starts, sizes_bytes, strict=False)]
 
@@ -80,7 +83,10 @@ class OneBitAdam:
         self.server_error: Array = backend.zeros(self.own.size, real, on)
 
     def warm(self, gradient: Array) -> None:
-        """Run a warm-up step: update both moments with the reduced ``gradient``, and overwrite it with the step."""
+        """Run a warm-up step: update both moments with the averaged ``gradient``.
+
+        Overwrite ``gradient`` with the optimizer step, without learning rate.
+        """
         self._check(gradient, frozen=False)
         self.count += 1
         beta1, beta2 = self.moments.beta1, self.moments.beta2
@@ -105,7 +111,7 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze` in a job of one rank, so that warm-up steps follow."""
+        """Return to warm-up steps after `freeze`. Only a job of one rank may call this."""
         # The compression errors are added to the momentum and set to 0.
         assert self.is_frozen and self.ranks == 1, "with several ranks, the errors must be sent, not added to m"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
@@ -125,7 +131,10 @@ class OneBitAdam:
         run(gradient, self.m, self.v, self.worker_error, beta1, np.float32(1 - self.moments.beta1))
 
     def encode_worker(self, owner: int, payload: Array, key: RandomKey) -> None:
-        """Compress this rank's momentum in the chunk of rank ``owner`` into ``payload``. ``key``: random stream."""
+        """Compress this rank's momentum in the elements that rank ``owner`` averages into the byte array ``payload``.
+
+        ``key``: random stream.
+        """
         # The compression error stays in `worker_error`, and is added to the momentum of the next step.
         self._encode(self.worker_error[self.chunks[owner].slice], payload, key)
 
@@ -151,7 +160,7 @@ class OneBitAdam:
         run(out, self.m, self.v, correction, np.float32(self.moments.epsilon))
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the arrays to save in a checkpoint, by name. Also save the attributes ``count`` and ``is_frozen``."""
+        """Return a dict {name: array} to save in a checkpoint. Also save the attributes ``count`` and ``is_frozen``."""
         # `server_error` has only this rank's chunk. `worker_error` has all elements, and differs between ranks: for
         # another number of ranks, restore the mean of all saved `worker_error` on every rank.
         return {"m": self.m, "v": self.v, "worker_error": self.worker_error, "server_error": self.server_error}

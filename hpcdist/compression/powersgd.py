@@ -29,7 +29,7 @@ _DEPENDENT: Final = 1e-9  # a column's remainder below this share of its norm is
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) with the smallest sum among the views of a tensor of ``shape`` as a matrix."""
+    """Return (rows, columns) of the matrix view of a tensor of ``shape`` with the smallest rows + columns."""
     splits = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
     return min(splits, key=sum, default=(math.prod(shape), 1))
 
@@ -49,14 +49,20 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return the numbers of float32 elements in the two allreduces of a step for a tensor of ``shape``."""
+    """Return a pair with the number of float32 elements in each of a step's two allreduces of a tensor.
+
+    ``shape``: shape of the tensor. ``rank``, ``least_saving``: as in `rank_of`.
+    """
     clamped = rank_of(shape, rank, least_saving)
     rows, columns = matrix_shape(shape)
     return (clamped * rows, clamped * columns) if clamped else (rows * columns, 0)
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
-    """Return the bytes that a rank passes to the two allreduces of a step for tensors of ``shapes``."""
+    """Return the bytes that a rank passes to the two allreduces of a step for tensors of ``shapes``.
+
+    ``rank``, ``least_saving``: as in `rank_of`.
+    """
     # `rank` and `least_saving`: as for `rank_of`.
     # 4 r (a + b) bytes for an a x b matrix with factors of rank r
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
@@ -82,7 +88,10 @@ class PowerSgd:
         self.query: Array = self._first.copy()  # the factor Q of the last step, (columns, rank)
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write the product of ``matrix`` and the last factor Q to ``p``, to be averaged over ranks."""
+        """Write the product M Q to ``p``: M is ``matrix``, Q is the factor of the previous step.
+
+        The caller then averages ``p`` over ranks.
+        """
         # Orthonormal too: Q has the scale of the gradient, and M Q would have the square of this scale.
         orthogonalise(self.query)
         alive = (self.query * self.query).sum(axis=0) > 0  # (rank,)
@@ -95,18 +104,21 @@ class PowerSgd:
         orthogonalise(self._p(p))
 
     def project_back(self, matrix: Array, p: Array, q: Array) -> None:
-        """Write the product of the transposed ``matrix`` and ``p`` to ``q``, to be averaged over ranks."""
+        """Write the product M^T P of the transposed ``matrix`` and the orthonormal ``p`` to ``q``.
+
+        The caller then averages ``q`` over ranks.
+        """
         with np.errstate(all="ignore"):
             namespace(q).matmul(self._matrix(matrix).T, self._p(p), out=self._q(q))
 
     def reconstruct(self, p: Array, q: Array, out: Array) -> None:
-        """Write the decompressed matrix P Q^T to ``out``, and keep the averaged ``q`` for the next step."""
+        """Write the decompressed matrix P Q^T to ``out``. Store the averaged ``q`` as factor for the next step."""
         self.query[...] = self._q(q)
         with np.errstate(all="ignore"):
             namespace(out).matmul(self._p(p), self.query.T, out=self._matrix(out))
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the arrays to save in a checkpoint, by name. They are equal on all ranks."""
+        """Return a dict {name: array} to save in a checkpoint. The arrays are equal on all ranks."""
         return {"query": self.query}
 
     def _matrix(self, flat: Array) -> Array:

@@ -126,7 +126,7 @@ def of_packed() -> Iterator[Rule]:
 
 
 def of_experts() -> Iterator[Rule]:
-    """Yield the `Rule` objects that reject unsupported settings of mixtures of experts and expert parallelism."""
+    """Yield the `Rule` objects that reject unsupported settings of mixture-of-experts models and expert parallelism."""
     yield rule("model.balance_rate with own steps", "router biases follow the loads of the whole batch", LOCK_STEP)
     shared = "parallel.expert>1"
     yield rule(

@@ -67,7 +67,7 @@ class StrategySettings:
 
 
 def build_exchange(context: RankContext, settings: StrategySettings) -> Exchange:
-    """Return the gradient exchange of this rank. Collective over the world."""
+    """Return the gradient exchange of this rank that ``settings`` select. Collective over the world."""
     shards = LogicalShards(context, settings.logical_shards) if settings.logical_shards else None
     if context.experts.size > 1 and not context.portion:
         replicas = expert_replicas(context.data, context.experts.size)
@@ -97,7 +97,7 @@ SERVER_ALGORITHMS: Final = ("native", "ring")  # values for workers, which reduc
 
 
 def server_algorithms(config: ParameterServerConfig) -> tuple[str, ...]:
-    """Return the values of ``communication.algorithm`` that a parameter server with ``config`` supports."""
+    """Return a tuple of the values of ``communication.algorithm`` that a parameter server with ``config`` supports."""
     return (*SERVER_ALGORITHMS, "hierarchical") if config.lock_step else SERVER_ALGORITHMS
 
 
@@ -107,7 +107,10 @@ def server_exchange(
     shards: LogicalShards | None = None,
     compression: Compression | None = None,
 ) -> Exchange:
-    """Return the parameter-server exchange of this rank: a server, a worker or both. Collective over the world."""
+    """Return the parameter-server exchange of this rank: a server, a worker or both. Collective over the world.
+
+    ``shards``: sum gradients over these logical shards, in a fixed order. ``compression``: of gradients.
+    """
     algorithms = server_algorithms(config)
     if shards is None and context.algorithm not in algorithms:
         raise ConfigurationError(
@@ -169,7 +172,10 @@ def operations(
     parallel: ParallelConfig,
     schedule: Sequence[Passes] | None = None,
 ) -> list[Operation]:
-    """Return this rank's operations for one training step: passes, messages and updates. Local."""
+    """Return a list of this rank's operations for one training step: passes, messages and updates. Local.
+
+    ``copies``: this rank's copies of tied tensors. ``schedule``: passes of each rank, if read from a file.
+    """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
         position = context.placed, context.pipeline.rank
@@ -205,7 +211,10 @@ def prove(
     accumulates: bool,
     degrees: ShardingDegrees | None = None,
 ) -> Proof | None:
-    """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective."""
+    """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective.
+
+    ``steps``: this rank's operations. ``microbatches``: their number per step. Returns None if too many ranks to check.
+    """
     if context.world.size > PROVEN_RANKS:
         return None  # too many lists to gather
     axis = context.context_axis

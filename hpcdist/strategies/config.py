@@ -68,12 +68,18 @@ RULES: Final = (
 
 
 def exchanges_heads(ranks: int, query_heads: int, key_heads: int) -> bool:
-    """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks."""
+    """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks.
+
+    ``query_heads``, ``key_heads``: numbers of heads of queries, and of keys and values.
+    """
     return query_heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 
 def resolve_context_method(method: str, ranks: int, query_heads: int, key_heads: int, *, ring: bool = True) -> str:
-    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes."""
+    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
+
+    ``ranks``: context ranks. ``query_heads``, ``key_heads``: numbers of heads.
+    """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
     # With c ranks and K bytes of keys per sample, a layer sends 6 K (c - 1) / c bytes by "ring", and by "all_to_all"

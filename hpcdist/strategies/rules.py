@@ -42,7 +42,10 @@ DEFAULTS: Final = {
 
 
 def derived(values: Values) -> dict[str, Any]:
-    """Return the recipe ``values`` plus keys that the rules derive from them; missing keys have default values."""
+    """Return a dict {recipe key: value}: the recipe ``values``, plus keys that the rules derive from them.
+
+    Missing keys have default values in the derivation.
+    """
     get = {**DEFAULTS, **values}.__getitem__
     strategy, compression = get("parallel.strategy"), get("communication.compression")
     chosen = f"parallel.strategy = {strategy!r}"
@@ -62,7 +65,7 @@ def derived(values: Values) -> dict[str, Any]:
 
 
 def refusals(values: Values) -> Iterator[str]:
-    """Yield a message for each rule that rejects recipe ``values``; skip rules whose keys are missing."""
+    """Yield an error message for each rule that rejects the recipe ``values``. Skip rules whose keys are missing."""
     return rules.refusals(RULES, derived(values))
 
 

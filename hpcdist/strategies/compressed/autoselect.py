@@ -49,7 +49,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Gradient compressor that a run uses, and the reason for this choice."""
+    """Gradient compressor that a run uses, and where the choice comes from, such as the recipe or a measurement."""
 
     name: str
     source: str  # "recipe", "checkpoint", "measured" or "default"
@@ -58,7 +58,10 @@ class CompressionDecision:
     note: str = ""
 
     def described(self) -> str:
-        """Return a log message that explains the chosen compressor, or "" if the recipe names it. Local."""
+        """Return a log message with the chosen compressor and the reason. Local.
+
+        Returns "" if the recipe names the compressor.
+        """
         if self.source == "recipe":
             return ""
         if not self.rows:
@@ -86,7 +89,10 @@ def decide(
     budget_s: float = BUDGET_S,  # time limit
     clock: Callable[[], float] = time.perf_counter,
 ) -> CompressionDecision:
-    """Choose the fastest compressor in ``config.candidates``, or "none", for all ranks. Collective over the world."""
+    """Choose the fastest compressor in ``config.candidates``, or "none", for all ranks. Collective over the world.
+
+    ``seed``: seed of the run, for compressors with random numbers.
+    """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")
     if config.across_nodes and _most(context, context.data.nodes().count) == 1:
@@ -148,7 +154,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Prepare the gradient values for the next measured round."""
+        """Scale the gradient values down if the next measured round could overflow."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

@@ -39,7 +39,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """One tensor in a compressed message."""
+    """Flat parameter range of one tensor, and the byte range of its payload in a compressed message."""
 
     where: Range  # flat parameter range of the tensor
     place: Range  # byte range in the message
@@ -47,7 +47,7 @@ class CodedUnit:
 
 @dataclass(frozen=True)
 class CodedMessage:
-    """Layout of a message that holds several compressed tensors."""
+    """Layout of a message that holds several compressed tensors: their byte ranges, and the message size."""
 
     units: tuple[CodedUnit, ...]
     nbytes: int
@@ -115,7 +115,7 @@ class CompressedReduction(Protocol):
         """Mean number of (encodings, decodings) per gradient value on a rank."""
 
     def kept(self, part: Range) -> list[Range]:
-        """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
+        """Return a list of the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
         return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -150,7 +150,10 @@ class _Messages:
 
 
 class QuantisedReduction(CompressedReduction):
-    """Compressed reduce-scatter and all-gather. Each rank sums its shard in float32. An allreduce compresses sums."""
+    """Compressed reduce-scatter and all-gather: each rank decodes and sums its shard in float32.
+
+    An allreduce is both: it compresses the gradients, and then the sums.
+    """
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
         self.comm, self.coder, self._messages = comm, coder, _Messages(comm)
@@ -160,7 +163,7 @@ class QuantisedReduction(CompressedReduction):
         return 1.0, 2.0 - 1.0 / self.comm.size
 
     def shares(self, part: Range) -> list[Range]:
-        """Return the subrange of the flat gradient range ``part`` that each rank sums, in rank order. Local."""
+        """Return a list with the subrange of the flat gradient range ``part`` that each rank sums. Local."""
         return [share.shift(part.start) for share in split(part.size, self.comm.size, FLOAT32.itemsize)]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -169,7 +172,10 @@ class QuantisedReduction(CompressedReduction):
         self.all_gather(values, part, shares)
 
     def reduce_scatter(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """Reduce-scatter the gradients ``values`` of the range ``part``: rank r gets ``shares[r]``. Collective."""
+        """Reduce-scatter the gradients ``values`` of the flat range ``part``, compressed. Collective.
+
+        Afterwards, rank r has the sum of ``shares[r]``, a subrange of ``part``.
+        """
         comm, share = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)
         # Receives for the local share are posted first, then the shares of others are encoded and sent. Sums are in
@@ -195,7 +201,10 @@ class QuantisedReduction(CompressedReduction):
         return sent
 
     def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """All-gather ``values`` of the range ``part``, compressed: rank r sends ``shares[r]``. Collective."""
+        """All-gather ``values`` of the flat range ``part``, compressed. Collective.
+
+        Rank r sends ``shares[r]``, a subrange of ``part``.
+        """
         comm = self.comm
         _compare(comm, "all_gather", self.coder, part, shares)
         rows = _rows("compressed.arrived", [self.coder.message(share).nbytes for share in shares], values)

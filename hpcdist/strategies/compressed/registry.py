@@ -70,13 +70,16 @@ class BucketReduction:
     reduction: CompressedReduction  # allreduce of compressed buckets over ``comm``
 
     def kept(self) -> list[Range]:
-        """Return the flat gradient ranges that this rank compresses, in ascending order. Local."""
+        """Return a list of the flat gradient ranges that this rank compresses, in ascending order. Local."""
         parts = [part for bucket in self.buckets for part in self.reduction.kept(bucket)]
         return sorted(parts, key=lambda part: part.start)
 
 
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
-    """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis."""
+    """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
+
+    ``config``: options of the compressor. ``seed``: seed of its random numbers.
+    """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
 
@@ -91,7 +94,11 @@ def reduction_of(
     algorithm: str,  # of compressors whose payloads are summed
     on: str = "cpu",
 ) -> BucketReduction:
-    """Return an object that allreduces gradients with the compressor ``name``, bucket by bucket. Collective."""
+    """Return an object that allreduces gradients over ``data`` with the compressor ``name``. Collective.
+
+    ``buckets``: flat ranges to reduce one by one. ``algorithm``: allreduce algorithm for payloads that can be summed.
+    ``on``: "cpu" or "gpu".
+    """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction
     reduction: CompressedReduction

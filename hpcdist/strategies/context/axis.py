@@ -51,7 +51,10 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
-        """Return this rank's sends and receives in one attention layer, as a pair (forward, backward)."""
+        """Return this rank's lists (forward, backward) of sends and receives in one attention layer.
+
+        ``window``: sliding-window size in tokens, or 0 for full attention.
+        """
         if window not in self._messages:
             lists = zip(*(self._of_rank(rank, window) for rank in range(self.size)), strict=True)
             for back, rank_lists in enumerate(lists):
@@ -64,7 +67,10 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each rank r, the ranks that use the keys of rank r: first r, then in ring order."""
+        """Return a tuple with one entry per rank r: the ranks that use the keys of r, first r, then in ring order.
+
+        ``window``: sliding-window size in tokens, or 0.
+        """
         return paths(self.pieces, window)
 
     def cut(self, samples: Array) -> Array:
@@ -81,14 +87,14 @@ class ContextAxis:
         return self.rows(samples, 1)
 
     def rows(self, whole: Array, dim: int = 0) -> Array:
-        """Return a copy of ``whole`` restricted to this rank's token positions along dimension ``dim``."""
+        """Return a copy of the array ``whole`` with only this rank's token positions along dimension ``dim``."""
         before = (slice(None),) * dim
         parts = [whole[(*before, slice(position, position + end - start))] for start, end, position in self.own]
         rows: Array = namespace(whole).concatenate(parts, axis=dim)
         return rows
 
     def wait(self, request: Request, like: Array, name: str) -> None:
-        """Wait for the MPI ``request`` on the buffer ``like``, and record the time span as ``name``."""
+        """Wait for the MPI ``request`` on the buffer ``like``, and record the wait in the trace as ``name``."""
         if is_device(like):  # the wait includes the computation before it
             request.wait()
         elif not request.test():
@@ -110,7 +116,7 @@ class ContextAxis:
             self.watch.distrust(receive)
 
     def all_gather(self, local: np.ndarray) -> np.ndarray:
-        """Return the integer arrays ``local`` of all ranks, stacked along a new first axis. Collective."""
+        """Return an array: the integer arrays ``local`` of all ranks, stacked along a new first axis. Collective."""
         whole, begin = np.empty((self.size, *local.shape), local.dtype), time.perf_counter()
         whole[self.rank] = local
         self.comm.all_gather(whole.reshape(-1), [Range(r * local.size, (r + 1) * local.size) for r in range(self.size)])
@@ -144,7 +150,10 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Yield (rank, keys, gradients to fill or None, poll function) per rank whose keys are needed. Collective."""
+        """Yield (rank, keys, gradients to fill or None, poll function) per rank whose keys are needed. Collective.
+
+        ``local_block``: this rank's keys and values.
+        """
         # This rank comes first, with gradients None; in a forward pass, gradients are always None. After the last round
         # of a backward pass, the buffer `operations.HOME` has the other ranks' summed gradients of ``local_block``.
         axis, blocks = self._axis, {"keys0": local_block}

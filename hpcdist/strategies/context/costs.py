@@ -36,13 +36,19 @@ class AttentionShare:
 
 
 def head_parts(share: AttentionShare) -> int:
-    """Return the number of messages that carry one rank's key heads in ring attention on CPUs."""
+    """Return the number of messages that carry one rank's key heads in ring attention on CPUs.
+
+    ``share``: sizes of the attention layer.
+    """
     nbytes = share.samples * share.most_tokens * 2 * share.shared * share.size * share.itemsize
     return min(share.shared, -(-nbytes // PART_BYTES))
 
 
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
-    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention layer."""
+    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention layer.
+
+    ``share``: sizes of the layer. ``method``: "ring" or "all_to_all".
+    """
     if method == "all_to_all":
         forward, back = exchanged_bytes(share)
         return sum(forward), sum(back)
@@ -56,7 +62,10 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (forward, backward): the mean bytes that a rank sends, for each all-to-all of the pass."""
+    """Return a pair (forward, backward) of tuples: the mean bytes that a rank sends in each all-to-all of the pass.
+
+    ``share``: sizes of the attention layer.
+    """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
     output = share.heads * number
@@ -67,7 +76,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the maximum number of key blocks that a rank receives in ring attention."""
+    """Return the maximum number of key blocks that a rank receives in ring attention in the layer of ``share``."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -75,7 +84,10 @@ def ring_passes(share: AttentionShare) -> int:
 
 
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
-    """Return the seconds of communication that computation does not hide in one pass of ring attention."""
+    """Return the seconds of communication that computation does not hide in one pass of ring attention.
+
+    ``tile_s``: seconds to compute with one rank's keys. ``pass_s``: seconds to send these keys to the next rank.
+    """
     if ranks == 1:
         return 0.0
     exposed_s, both_exposed_s = max(0.0, pass_s - tile_s), max(0.0, 2 * pass_s - tile_s)
@@ -88,20 +100,29 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
 
 
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
-    """Return the bytes of the int32 token counts that a router gathers from ``ranks`` context ranks."""
+    """Return the bytes of the int32 token counts that a mixture-of-experts router gathers from ``ranks`` context ranks.
+
+    ``samples``: samples per micro-batch. ``experts``: number of experts.
+    """
     # A rank has two token ranges of each sample, and one count for each range and expert.
     return 4 * 2 * ranks * samples * experts
 
 
 def kept_elements(share: AttentionShare, method: str) -> int:
-    """Return the number of elements of other ranks' keys and values that a rank keeps for the backward pass."""
+    """Return the number of elements of other ranks' keys and values that a rank keeps for the backward pass.
+
+    ``share``: sizes of the attention layer. ``method``: "ring" or "all_to_all".
+    """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks
     return 2 * share.samples * share.tokens * share.size if takes_keys else 0
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return the number of elements of each scratch buffer of context parallelism on a rank, keyed by name."""
+    """Return a dict {name: number of elements} of the scratch buffers of context parallelism on a rank.
+
+    ``share``: sizes of the attention layer. ``method``: "ring" or "all_to_all".
+    """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":
         block = local_tokens * 2 * -(-share.shared // head_parts(share)) * share.size

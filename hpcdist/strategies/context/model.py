@@ -121,7 +121,10 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 
 
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
-    """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local."""
+    """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
+
+    ``axis``: the context ranks that divide the tokens.
+    """
     if axis is None:
         return model
     # The caller must select this rank's inputs with `ContextAxis.cut`. PyTorch modules must use

@@ -29,7 +29,7 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return two token ranges per rank, one early and one late, of a sample of ``context`` tokens."""
+    """Return a tuple with two token ranges per rank, one early and one late, of a sample of ``context`` tokens."""
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
         return (consecutive_positions(context),)
@@ -43,12 +43,15 @@ def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
 
 
 def tokens(rank_pieces: Pieces) -> int:
-    """Return the number of tokens in the token ranges of one rank."""
+    """Return the number of tokens in ``rank_pieces``, the token ranges of one rank."""
     return rank_pieces[-1][1]
 
 
 def visits(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``."""
+    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``.
+
+    ``token_ranges``: token ranges of each rank in a sample.
+    """
     ranks, visited = len(token_ranges), []
     for step in range(1, ranks):
         source = (rank - step) % ranks
@@ -64,7 +67,10 @@ def visits(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool) -> tupl
 
 @lru_cache(maxsize=256)
 def paths(token_ranges: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return, for each rank r, the ranks that use keys and values of rank r: first r, then in ring order."""
+    """Return a tuple with one entry per rank r: the ranks that use the keys and values of r, in ring order from r.
+
+    ``token_ranges``: token ranges of each rank. ``window``: sliding-window size in tokens, or 0.
+    """
     ranks = len(token_ranges)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
     reach = _reach(token_ranges, window) if window else 2 * ranks
@@ -83,7 +89,10 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
 
 
 def pairs(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of visible query-key pairs of one sample whose query is on ``rank``."""
+    """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
+
+    ``token_ranges``: token ranges of each rank.
+    """
     if not causal:
         return tokens(token_ranges[rank]) * sum(map(tokens, token_ranges))
     # For each piece: the pairs of the sequence up to its end minus the pairs of the sequence up to its start.
@@ -138,7 +147,10 @@ class HeadExchange:
 
 
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
-    """Return the sends, receives and computations of ``rank`` in one ring attention, in order of execution."""
+    """Return a tuple of the sends, receives and computations of ``rank`` in one ring attention, in order of execution.
+
+    ``visited``: for each rank r, the ranks that use the keys of r.
+    """
     # A rank sends keys to the next rank while it computes with them. In a backward pass, gradients follow the keys from
     # rank to rank, and return to the owner of the keys.
     steps: list[RingOperation] = []
@@ -181,7 +193,10 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 
 
 def head_exchanges(token_ranges: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
-    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order."""
+    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
+
+    ``token_ranges``: token ranges of each rank in each sample.
+    """
     local_counts, rank_counts = (tokens(token_ranges[rank]),) * len(token_ranges), tuple(map(tokens, token_ranges))
     # First each rank receives all tokens of some heads. The last all-to-all returns the results.
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

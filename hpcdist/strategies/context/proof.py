@@ -18,7 +18,10 @@ Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ran
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Raise ScheduleError unless the ranks' operations execute one context-parallel attention correctly."""
+    """Raise ScheduleError unless the operations execute one context-parallel attention correctly.
+
+    ``lists``: operations of each rank in ``ranks``. ``visited``: for each rank r, the ranks that use the keys of r.
+    """
     # Proven: messages match without deadlock; no buffer is used while its message is in flight; each rank uses each
     # needed block of keys once; complete gradients return to the owner of the keys.
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]

@@ -37,12 +37,15 @@ class BackgroundCollectives:
         self._fetched = PrefetchCounts()
 
     def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
-        """Start to allreduce ``gradients`` in place. Call `wait` with the same ``key``."""
+        """Start to allreduce ``gradients`` in place. Call `wait` with the same ``key``, an arbitrary identifier."""
         with self._exposed():
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to reduce-scatter ``gradients`` in place: rank r gets the sum of ``shares[r]``."""
+        """Start to reduce-scatter ``gradients`` in place with ``algorithm``: rank r gets the sum of ``shares[r]``.
+
+        ``key``: identifier for `wait`.
+        """
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
@@ -52,7 +55,10 @@ class BackgroundCollectives:
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters`` in place: rank r sends ``shares[r]``. Then call `wait_gather`."""
+        """Start to all-gather ``parameters`` in place with ``algorithm``: rank r sends ``shares[r]``.
+
+        ``key``: identifier for `wait_gather`.
+        """
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
@@ -100,7 +106,7 @@ class BackgroundCollectives:
         return exposed_s, math.nan if self.polls else busy_s - before_s
 
     def fetched(self) -> PrefetchCounts:
-        """Return the counts of prefetched gathers since the last call."""
+        """Return the `PrefetchCounts` (hits and misses) of prefetched gathers since the last call."""
         counts, self._fetched = self._fetched, PrefetchCounts()
         return counts
 

@@ -14,7 +14,10 @@ import math
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's optimal work time in seconds between checkpoints. ``mtbf_s``: mean time between failures."""
+    """Return Daly's optimal work time in seconds between checkpoints.
+
+    ``cost_s``: time of a save. ``mtbf_s``: mean time between failures.
+    """
     _check(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -23,14 +26,20 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def slowdown(work_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return wall time divided by work time, with a checkpoint after every ``work_s`` seconds of work."""
+    """Return wall time divided by work time, with a checkpoint after every ``work_s`` seconds of work.
+
+    ``cost_s``: time of a save. ``mtbf_s``: mean time between failures. ``restart_s``: time of a restart.
+    """
     _check(cost_s, mtbf_s)
     assert work_s > 0 and restart_s >= 0
     return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((work_s + cost_s) / mtbf_s) / work_s
 
 
 def overhead(cost_s: float, mtbf_s: float) -> float:
-    """Return the fraction of time spent on saves of ``cost_s`` seconds each, at Daly's optimal interval."""
+    """Return the fraction of time spent on saves of ``cost_s`` seconds each, at Daly's optimal interval.
+
+    ``mtbf_s``: mean time between failures in seconds.
+    """
     work_s = daly(cost_s, mtbf_s)
     return cost_s / (work_s + cost_s)
 

@@ -93,11 +93,11 @@ class Exchange:
         return self.update.parameters if self.update.master is None else self.update.master.weights
 
     def plan(self) -> list[Operation]:
-        """Return the operations of a step that exchange gradients and parameters and update them. Local."""
+        """Return a list of the operations of a step that exchange gradients and parameters and update them. Local."""
         raise NotImplementedError
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare to execute the list ``operations`` of a step or an evaluation. Collective over the data axis."""
+        """Prepare to execute ``operations``, the list of a step or an evaluation. Collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the store that now holds the parameters of ``layer``. Local."""
@@ -112,12 +112,12 @@ class Exchange:
         return self.update.norm_squared()
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Sum the float64 ``values`` over the world in place, with equal bits on all ranks. Collective."""
+        """Sum the float64 ``values`` over the world in place, with equal bits on all ranks. Return them. Collective."""
         collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses`` and the elementwise sum of all ranks' ``values``. Collective."""
+        """Return a pair: sum of all ranks' ``losses``, and elementwise sum of all ranks' ``values``. Collective."""
         sums = self.agree(np.concatenate([[sum(losses)], values]))
         return float(sums[0]), sums[1:]
 
@@ -126,25 +126,28 @@ class Exchange:
         self.update.begin_update(scale)
 
     def count_samples(self, local_samples: int, samples: int) -> None:
-        """Record the number of samples of this replica and of all replicas in the step. Local."""
+        """Record the samples in the step: ``local_samples`` of this replica, ``samples`` of all replicas. Local."""
 
     def scaled_by(self, loss_scale: float) -> None:
         """Record that the next step's gradients contain the factor ``loss_scale``. Local."""
 
     def flush(self) -> bool:
-        """Average the replicas before a checkpoint or evaluation. Return True if replicas differed. Collective."""
+        """Average the parameters of all replicas before a checkpoint or evaluation. Collective.
+
+        Return True if the parameters differed between replicas.
+        """
         return False
 
     def new_consensus_distances(self) -> dict[int, float]:
-        """Return the distances between replicas since the last call, keyed by step. Local."""
+        """Return a dict {step: consensus distance between the replicas} for the steps since the last call. Local."""
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return a dict of "spectral_gap" and "consensus_distance", or {} if replicas never differ. Local."""
+        """Return a dict of "spectral_gap" and "consensus_distance" (floats); {} if replicas never differ. Local."""
         return {}
 
     def applied_gradients(self) -> Iterable[Array]:
-        """Return the reduced gradients that this rank's optimizer update applies, as arrays. Local."""
+        """Return an iterable of arrays: the reduced gradients that this rank's optimizer update applies. Local."""
         return (self.gradients.contents(part) for part in self.update.parts)
 
     def finish(self) -> bool:
@@ -158,25 +161,31 @@ class Exchange:
             self.parameters.copy_from(rounded(initial, self.parameters.dtype))
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the arrays that this rank saves in a checkpoint. Collective over the data axis."""
+        """Return a list of the array pieces that this rank saves in a checkpoint. Collective over the data axis."""
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Read the checkpoint scalars ``state``. Return the kinds of arrays that it may lack. Local."""
+        """Prepare to read a checkpoint with the scalars ``state``. Local.
+
+        Return the kinds of arrays, such as "optimizer.m", that the checkpoint may lack.
+        """
         return ()
 
     def wanted(self) -> Sequence[Piece]:
-        """Return the checkpoint pieces that this rank reads, as views of the memory to fill. Local."""
+        """Return a list of the checkpoint pieces that this rank reads, as views of the memory to fill. Local."""
         # All parameters that this rank keeps, and the optimizer state of the parameters that it updates.
         parameters = pieces_of({"parameters": self.weights}, self.weights.parts)
         return parameters + pieces_of(self.update.slots(), self.update.parts)
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars to store in a checkpoint, in addition to the arrays. Local."""
+        """Return a dict {name: scalar} to store in a checkpoint, in addition to the arrays. Local."""
         return self.update.optimizer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the checkpoint scalars ``state``, after the arrays were read. Collective over the data axis."""
+        """Restore the optimizer's counters from the checkpoint scalars ``state``, after the arrays were read.
+
+        Collective over the data axis, because 16-bit parameters are rounded and sent again.
+        """
         self.update.optimizer.restore(dict(state))
         if self.update.master is not None:
             self.update.master.round_into(self.parameters)
@@ -190,7 +199,10 @@ class Exchange:
 
 
 def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
-    """Return True if all ranks pass the same 64-bit ``digest``. Collective over ``comm``."""
+    """Return True if all ranks pass the same 64-bit ``digest``. Collective over ``comm``.
+
+    ``algorithm``: allreduce algorithm for the comparison.
+    """
     number = digest >> 1  # 63 bits fit an int64
     # The maximum of ~x is the complement of the minimum of x, so one reduction finds the maximum and the minimum.
     bounds = np.array([number, ~number], np.int64)
@@ -199,7 +211,10 @@ def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
 
 
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
-    """Return checkpoint pieces: views of all tensors in the flat ranges ``parts``. ``stores``: store by kind."""
+    """Return a list of checkpoint pieces: views of all tensors in the flat ranges ``parts`` of each store.
+
+    ``stores``: a dict from the kind of array, such as "parameters", to its store.
+    """
     return [
         Piece.of(kind, segment, touched, store.contents(touched))
         for kind, store in stores.items()

@@ -18,7 +18,10 @@ SHOWN: Final = 4  # number of first and of last groups that a long row shows
 
 @dataclass(frozen=True)
 class ShardingDegrees:
-    """Numbers of ranks that shard parameters, gradients and optimizer state. Each number divides the next."""
+    """Numbers of ranks that shard parameters, gradients and optimizer state.
+
+    Each number divides the next, because each shard is divided further.
+    """
 
     parameters: int
     gradients: int
@@ -81,7 +84,7 @@ class ProcessGrid:
         return self.data * self.context
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of ``rank`` along each axis, by axis name."""
+        """Return a dict {axis name: index of ``rank`` along this axis}."""
         assert 0 <= rank < self.size
         indices: dict[str, int] = {}
         for axis in reversed(ORDER):
@@ -90,12 +93,15 @@ class ProcessGrid:
 
     @property
     def tensor_groups(self) -> list[range]:
-        """The tensor groups: each consists of consecutive ranks that compute the same layers together."""
+        """List of the tensor groups: ranges of consecutive ranks that compute the same layers together."""
         return [range(first, first + self.tensor) for first in range(0, self.size, self.tensor)]
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return one line of text per pipeline stage, with its nodes and the ranks of its tensor groups."""
+    """Return a list with one line of text per pipeline stage: its nodes and the ranks of its tensor groups.
+
+    ``nodes``: ranks of each node.
+    """
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     groups_per_stage = len(grid.tensor_groups) // grid.pipeline
     lines = []

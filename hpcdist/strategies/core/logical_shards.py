@@ -67,7 +67,7 @@ class LogicalShards:
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
-        """Add the gradients of one local micro-batch to the summation ``tree``. Local."""
+        """Add the gradients of the local micro-batch number ``microbatch`` to the summation ``tree``. Local."""
         # Micro-batch i is logical shard i of this rank. Further micro-batches are ignored.
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
@@ -75,7 +75,10 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sums of all ranks' ``losses`` and ``values``, computed by the function ``agree``. Collective."""
+        """Return the sum of all ranks' ``losses`` and the array sum of all ranks' ``values``. Collective.
+
+        ``agree``: function that sums an array over all ranks.
+        """
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
         shard_losses[self.own.start : self.own.start + len(losses)] = losses
@@ -84,7 +87,7 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars for a checkpoint: a fingerprint of floating-point rounding. Local."""
+        """Return a dict of scalars to store in a checkpoint: a fingerprint of floating-point rounding. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:

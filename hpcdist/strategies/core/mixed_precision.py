@@ -37,7 +37,10 @@ class NoLossScale:
     skips_overflow = False  # whether a non-finite gradient skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True: ``step`` may update. Raises NonFiniteError if the gradient ``norm`` is not finite."""
+        """Return True: the step may update. Raises NonFiniteError if the gradient ``norm`` is not finite.
+
+        ``step``: text that names the step, for messages.
+        """
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True
@@ -62,7 +65,10 @@ class FixedLossScale(NoLossScale):
     overflows: int = 0  # consecutive skipped steps up to now
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True if ``step`` may update, or False to skip it. Raises NonFiniteError after too many skips."""
+        """Return True if the step may update, or False to skip the update because the gradient ``norm`` is not finite.
+
+        Raises NonFiniteError after too many skips. ``step``: text that names the step, for messages.
+        """
         if math.isfinite(norm):
             self.overflows = 0
             self._grow()
@@ -131,7 +137,10 @@ class DynamicLossScale(FixedLossScale):
 def build_loss_scale(
     mode: str, fixed: float, interval: int, hysteresis: int, least: float = MINIMUM_SCALE
 ) -> NoLossScale:
-    """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1."""
+    """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1.
+
+    ``fixed``: constant scale, or 0 for a dynamic scale with ``interval``, ``hysteresis`` and minimum ``least``.
+    """
     if mode != "float16":
         return NoLossScale()
     if fixed:

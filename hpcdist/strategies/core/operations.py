@@ -36,7 +36,7 @@ class StagePlacement:
         return range(self.chunks[0].start, self.chunks[-1].stop)
 
     def of(self, rank: int) -> tuple[range, ...]:
-        """Return the model chunks of ``rank``, in model order."""
+        """Return a tuple of the model chunks (ranges of layers) of ``rank``, in model order."""
         return tuple(chunk for chunk, owner in zip(self.chunks, self.ranks, strict=True) if owner == rank)
 
     def rank_of(self, unit: int) -> int:
@@ -47,15 +47,15 @@ class StagePlacement:
         return unit > self.chunks[0].start and self._ranks[unit] != self._ranks[unit - 1]
 
     def skips_into(self, unit: int) -> list[int]:
-        """Return the layers whose outputs go to layer ``unit`` over skip connections, in ascending order."""
+        """Return a list of the layers whose outputs go to layer ``unit`` over skip connections, in ascending order."""
         return sorted(source for source, target in self.skips if target == unit)
 
     def skips_from(self, unit: int) -> list[int]:
-        """Return the layers that get the output of layer ``unit`` over skip connections, in ascending order."""
+        """Return a list of layers that get the output of layer ``unit`` over skip connections, in ascending order."""
         return sorted(target for source, target in self.skips if source == unit)
 
     def edge(self, source: int, target: int) -> int:
-        """Return a number that identifies the connection from model layer ``source`` to model layer ``target``."""
+        """Return an integer that identifies the connection from model layer ``source`` to model layer ``target``."""
         return target if source in (-1, target - 1) else self.units.stop + self.skips.index((source, target))
 
     @cached_property
@@ -64,13 +64,19 @@ class StagePlacement:
 
 
 def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement of the model chunks ``parts`` in which chunk i is on rank i modulo ``ranks``."""
+    """Return the `StagePlacement` of the model chunks ``parts`` (layer ranges).
+
+    Chunk i is on rank i modulo ``ranks``.
+    """
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement of model chunks ``parts`` in which rank i has chunks i and 2 * ``ranks`` - 1 - i."""
+    """Return the `StagePlacement` of the model chunks ``parts`` (layer ranges), two per rank.
+
+    Rank i has the chunks i and 2 * ``ranks`` - 1 - i.
+    """
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 

@@ -69,7 +69,7 @@ class ParameterViews:
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Drop cached views of layer ``unit`` (None: all layers) after its memory moved."""
+        """Drop the cached views that use memory of layer ``unit`` (None: all layers), because this memory moved."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 
@@ -115,7 +115,7 @@ class TransientLayers:
         return self._stores[layer]
 
     def free(self, layer: int) -> None:
-        """Return the memory that `at` allocated for ``layer`` to the pool. Local."""
+        """Free the store that `at` allocated for ``layer``; its memory returns to the pool. Local."""
         del self._stores[layer]
         self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 

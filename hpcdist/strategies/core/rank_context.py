@@ -139,7 +139,10 @@ class RankContext:
     def store(
         self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
     ) -> FlatStore:
-        """Return a `FlatStore` of zeros for the flat parameter ranges ``parts`` (default: this rank's layers)."""
+        """Return a `FlatStore` of zeros for the flat parameter ranges ``parts`` (default: this rank's layers).
+
+        ``category``: name in memory reports. ``allocate``: function that allocates its memory.
+        """
         return FlatStore(
             self.layout,
             self.dtype,
@@ -151,7 +154,10 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return an allocator of node-shared memory, or None if allreduces do not use such memory. Local."""
+        """Return an allocator of node-shared memory, or None if allreduces do not use such memory. Local.
+
+        ``category``: name in memory reports. ``over``: communicator that shares the memory (default: data axis).
+        """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:
             return None
@@ -182,7 +188,10 @@ class RankContext:
 
 
 def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) -> Iterator[Range]:
-    """Divide ``within`` into ranges of whole layers, each of at least ``least_size`` elements. Yield the last first."""
+    """Divide the flat range ``within`` into ranges of whole layers, each of at least ``least_size`` elements.
+
+    Yield the last range first. ``layers``: flat range of each layer.
+    """
     stop = within.stop
     for layer in sorted(filter(within.intersect, layers), reverse=True):
         if stop - layer.start >= least_size or layer.start == within.start:
@@ -193,7 +202,10 @@ def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) ->
 def buckets_of_layers(
     layout: Layout, itemsize: int, bucket_bytes: int, within: Range | None = None, layers: Iterable[Range] = ()
 ) -> list[Range]:
-    """Divide a flat parameter range into buckets of at most ``bucket_bytes`` bytes. Return the last bucket first."""
+    """Return a list of buckets of at most ``bucket_bytes`` bytes that cover a flat parameter range, last bucket first.
+
+    ``within``: range to divide (default: all). ``layers``: flat ranges of the layers (default: of ``layout``).
+    """
     longest = max(1, bucket_bytes // itemsize)
     # Groups of layers with at least ``bucket_bytes`` bytes are cut into buckets of at most ``bucket_bytes`` bytes.
     groups = groups_of_layers(layers or layout.units.values(), longest, within or Range(0, layout.size))
@@ -201,7 +213,10 @@ def buckets_of_layers(
 
 
 def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
-    """Return the communication buckets of this rank's layers, in backward order. ``itemsize``: bytes per element."""
+    """Return a list of communication buckets of this rank's layers, in backward order.
+
+    ``itemsize``: bytes per element.
+    """
     units = [*context.ranges.values()]
     return [
         bucket

@@ -23,19 +23,25 @@ from hpcdist.strategies.core.operations import Kind, Operation
 
 
 def unsharded_ranges(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return the subranges of the flat ranges ``parts`` whose tensors the tensor axis does not shard."""
+    """Return a list of subranges of the flat ranges ``parts``: tensors that are not sharded over the tensor axis."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the subranges of ``parts`` that this rank adds to a sum over ``comm``; no tensor counts twice. Local."""
+    """Return a list of the subranges of ``parts`` that this rank adds to a sum over ``comm``. Local.
+
+    Exactly one rank of ``comm`` counts each unsharded tensor.
+    """
     if comm.rank == 0:
         return list(parts)
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is not None]
 
 
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
-    """Sum the squared ``norms`` of tensors over ``comm`` in place; unsharded tensors count once. Collective."""
+    """Sum ``norms``, the squared norms of all tensors of ``layout``, over ``comm`` in place. Collective.
+
+    Only rank 0 contributes the norms of unsharded tensors. ``algorithm``: of the allreduce.
+    """
     if comm.size == 1:
         return
     if comm.rank:
@@ -44,7 +50,7 @@ def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: 
 
 
 def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
-    """Sum the gradients of unsharded tensors in the flat ranges ``parts``, in one message. Collective over ``comm``."""
+    """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
     ranges = unsharded_ranges(gradients.layout, parts)
     on = "gpu" if backend.is_device(gradients.array) else "cpu"
     message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
@@ -97,7 +103,7 @@ class ShardedUpdate:
         }
 
     def plan(self) -> list[Operation]:
-        """Return the operations of the update: compute directions, sum norms, apply. Local."""
+        """Return a list of the update's operations: compute directions, sum norms, apply. Local."""
         norms = [Operation(Kind.NORMS)] if self.optimizer.needs_norms else []
         return [
             *(Operation(Kind.DIRECTION, range=part) for part in self.parts),
@@ -106,7 +112,10 @@ class ShardedUpdate:
         ]
 
     def norm_squared(self) -> float:
-        """Return the sum of squares of this rank's reduced gradients. Collective if it is exact."""
+        """Return the sum of squares of this rank's reduced gradients.
+
+        Collective if sums are exact: then rank 0 returns the sum of all ranks, and the others return 0.
+        """
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
         # Exact sums are collective over the sharers: their rank 0 returns the sum over all of them, the others 0.
@@ -127,7 +136,10 @@ class ShardedUpdate:
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum the squared norms of sharded tensors. Collective over the ranks with their shards."""
+        """Sum the squared norms of sharded tensors, for the operation ``op``.
+
+        Collective over the ranks that hold shards of the same tensors.
+        """
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
@@ -137,7 +149,7 @@ class ShardedUpdate:
         self._norms = exact.rounded(norms) if self._exactly else norms
 
     def sum_rows(self, op: Operation) -> None:
-        """Sum the gradients of unsharded tensors. Collective over the tensor axis."""
+        """Sum the gradients of unsharded tensors, for the operation ``op``. Collective over the tensor axis."""
         sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:

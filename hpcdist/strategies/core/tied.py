@@ -21,7 +21,7 @@ TIES = 1 << 10
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """Tensor on two pipeline ranks: rank ``owner`` has the original, and rank ``holder`` has a copy."""
+    """Tensor that two pipeline ranks use: rank ``owner`` has the original, and rank ``holder`` has a copy."""
 
     key: str  # name in the model's layout
     unit: int  # model unit of the original tensor
@@ -30,7 +30,10 @@ class TiedTensor:
 
 
 def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
-    """Return the tied tensors that are used on more than one pipeline rank."""
+    """Return a list of the tied tensors of ``model`` that more than one pipeline rank uses.
+
+    ``placement``: assignment of layers to pipeline ranks.
+    """
     unit_of = {stage.layer: unit for unit, stage in enumerate(model.stages)}
     ties = []
     for unit, stage in enumerate(model.stages):
@@ -68,18 +71,21 @@ class TiedCopies:
         return {tie.key for tie in self._held}
 
     def after_backward(self) -> list[Operation]:
-        """Return the operations that send gradients of tied tensors from the copies to the owners. Local."""
+        """Return a list of the operations that send gradients of tied tensors from the copies to the owners. Local."""
         return [Operation(Kind.COPY_GRADIENT, unit=unit) for unit in self._units()]
 
     def after_update(self) -> list[Operation]:
-        """Return the operations that send new values of tied tensors from the owners to the copies. Local."""
+        """Return a list of the operations that send new values of tied tensors from the owners to the copies. Local."""
         return [Operation(Kind.COPY_VALUE, unit=unit) for unit in self._units()]
 
     def _units(self) -> list[int]:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Add the copies' gradients of the tied tensors of layer ``op.unit`` on the owner. Collective."""
+        """Send gradients of tied tensors from ranks with a copy to the owner, and add them there. Collective.
+
+        ``op.unit``: layer of the tied tensors.
+        """
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:

@@ -87,7 +87,10 @@ NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
 
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
-    """Return the strategy "allreduce", which sums gradients over all data ranks. Collective over the data axis."""
+    """Return the strategy "allreduce", which sums gradients over all data ranks. Collective over the data axis.
+
+    ``shards``: if given, sum the gradients of these logical shards in a fixed order.
+    """
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
@@ -102,7 +105,10 @@ def delayed(context: RankContext) -> DelayedExchange:
 
 
 def compressed(context: RankContext, compression: Compression) -> DataExchange:
-    """Return the strategy that allreduces gradients with ``compression``. Collective over the data axis."""
+    """Return the strategy that allreduces gradients with the compressor in ``compression``.
+
+    Collective over the data axis.
+    """
     name, config, seed = compression.name, compression.config, compression.seed
     if name == "dgc":
         return dgc(context, config)
@@ -121,7 +127,10 @@ def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool
 
 
 def onebit(context: RankContext, config: CompressionConfig, seed: int = 0) -> DataExchange:
-    """Return the strategy "onebit" (1-bit Adam). Collective over the data axis."""
+    """Return the strategy "onebit" (1-bit Adam). Collective over the data axis.
+
+    ``config``: compression options. ``seed``: seed of random numbers.
+    """
     optimizer = replace(context.optimizer, name="sgd", momentum=0.0)  # adds the decay and the learning rate
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = OneBit(context, update, config, seed)
@@ -190,7 +199,10 @@ def zero(
     shards: LogicalShards | None = None,
     compression: Compression = NO_COMPRESSION,
 ) -> DataExchange:
-    """Return the strategy ZeRO of ``stage`` 1, 2 or 3, or raise ConfigurationError. Collective over the world."""
+    """Return the ZeRO strategy of ``stage`` 1, 2 or 3, or raise ConfigurationError. Collective over the world.
+
+    ``shards``: if given, sum the gradients of these logical shards in a fixed order.
+    """
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 
 

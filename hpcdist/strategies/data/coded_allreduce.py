@@ -152,7 +152,10 @@ class LocalGradients(Reducer):
         raise NotImplementedError
 
     def norm_squared(self) -> float:
-        """Return the squared norm of this rank's gradients. Collective if gradients are clipped."""
+        """Return the sum of squares of this rank's gradients.
+
+        Collective if gradients are clipped: each replica then needs the norm of its own gradient.
+        """
         squared, context = self.update.norm_squared(), self.context
         self._replica = squared
         if context.optimizer.clip_norm and context.pipeline.size * context.tensor.size > 1:
@@ -163,7 +166,10 @@ class LocalGradients(Reducer):
         return squared
 
     def clip_factor(self, correction: float) -> float:
-        """Return the gradient clipping factor of this replica, times ``correction``. Local."""
+        """Return the gradient clipping factor of this replica, times ``correction``. Local.
+
+        ``correction``: factor by which the update multiplies this step's gradient.
+        """
         limit = self.context.optimizer.clip_norm
         replica = self._replica * correction**2
         return correction * (clip_factor(replica, limit, self.context.data.size) if limit else 1.0)

@@ -55,7 +55,10 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
-    """Return one bool per communicator of ``cuts``: True if its messages are compressed. Collective over ``data``."""
+    """Return one bool per communicator of ``cuts``, in nesting order: True if its messages are compressed.
+
+    Collective over ``data``.
+    """
     # With ``across_nodes``, only communicators with one rank per node compress messages.
     comms = [*cuts.comms, cuts.replicas]
     if not across_nodes:
@@ -81,7 +84,10 @@ def _kind(comm: Communicator | None) -> str:
 
 
 def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatStore:
-    """Return a float32 scratch store for one shard of ``layer``, on the device of ``store``. Local."""
+    """Return a float32 scratch store for the range of ``layer`` at nesting level ``cut`` of ``cuts``. Local.
+
+    The scratch memory is on the device of ``store``.
+    """
     return FlatStore(
         store.layout,
         FLOAT32,
@@ -147,7 +153,10 @@ class CompressedSums:
         self._sums.clear()
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Reduce-scatter ``layer`` like `Cuts.sum`, with compressed messages. Collective."""
+        """Reduce-scatter the gradients of ``layer`` in ``store`` with compressed messages. Collective.
+
+        ``start``, ``stop``: nesting levels as in `Cuts.sum`.
+        """
         if not (self.feedback.is_open or self.is_compressing):
             self._cuts.sum(store, layer, start, stop)
             return
@@ -199,7 +208,10 @@ class CompressedGathers:
         self.keeps_decoded = any(level in self._reductions for level in range(PARAMETERS, OPTIMIZER))
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """All-gather ``layer`` like `Cuts.gather`, with compressed messages. Collective."""
+        """All-gather the parameters of ``layer`` in ``store`` with compressed messages. Collective.
+
+        ``start``, ``stop``: nesting levels as in `Cuts.gather`.
+        """
         for level in reversed(range(start, stop)):
             if level in self._reductions:
                 self._decode(store, layer, level)

@@ -36,7 +36,10 @@ OPTIMIZER: Final = 3
 
 
 class Cuts:
-    """Nested ranges of each layer: whole layer (level 0), parameter shard, gradient shard, updated range (level 3)."""
+    """Nested ranges of each layer on this rank, by level.
+
+    Level 0: whole layer. Level 1: parameter shard. Level 2: gradient shard. Level 3: range that this rank updates.
+    """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
         self.degrees = degrees
@@ -93,48 +96,66 @@ class Cuts:
         return cuts, shares
 
     def first(self, start: int, stop: int) -> Communicator | None:
-        """Return the first communicator in ``comms[start:stop]`` that is not None, or None. Local."""
+        """Return the first communicator between the nesting levels ``start`` and ``stop``, or None. Local."""
         return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Reduce-scatter ``layer`` in place, from the shard at nesting level ``start`` to ``stop``. Collective."""
+        """Reduce-scatter ``layer`` of ``store`` in place. Collective.
+
+        The input is the range at nesting level ``start``. The output is this rank's range at level ``stop``.
+        """
         for level in range(start, stop):
             self.reduce_level(store, layer, level)
         if stop == OPTIMIZER and self.replicas is not None:
             self.sum_replicas(store, layer)
 
     def reduce_level(self, store: FlatStore, layer: int, level: int) -> None:
-        """Reduce-scatter ``layer`` in place, from its shard at nesting level ``level`` to the next. Collective."""
+        """Reduce-scatter ``layer`` of ``store`` in place, from its range at nesting level ``level`` to the next level.
+
+        Collective over the ranks that divide the range at ``level``.
+        """
         comm, part = self.comms[level], self.cuts[layer][level]
         if comm is not None and part:
             self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
 
     def shares_at(self, layer: int, level: int) -> list[Range]:
-        """Return the shard of ``layer`` at nesting level ``level`` + 1 on each rank of that level. Local."""
+        """Return a list with the range of ``layer`` at nesting level ``level`` + 1 on each rank. Local.
+
+        Ranks: the communicator that divides this rank's range at ``level``.
+        """
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
-        """Allreduce the range of ``layer`` that this rank updates, over its replicas and in place. Collective."""
+        """Allreduce the range of ``layer`` that this rank updates, in ``store`` and in place.
+
+        Collective over the ranks that update the same range.
+        """
         part = self.cuts[layer][OPTIMIZER]
         if self.replicas is not None and part:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
 
     def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
-        """Divide each range in ``parts`` equally among the replicas. Return this rank's subranges. Local."""
+        """Divide each range in ``parts`` equally among the replicas. Return a list of this rank's subranges. Local."""
         if self.replicas is None:
             return list(parts)
         count, rank = self.replicas.size, self.replicas.rank
         return [split(part.size, count, self._itemsize)[rank].shift(part.start) for part in parts]
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """All-gather ``layer`` in place, from its shard at nesting level ``stop`` to level ``start``. Collective."""
+        """All-gather ``layer`` of ``store`` in place. Collective.
+
+        This rank contributes its range at nesting level ``stop``, and receives its range at level ``start``.
+        """
         for level in reversed(range(start, stop)):
             comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
                 self._sharding.all_gather(comm, store.range(part), self._shares[layer][level])
 
     def owners(self, layer: int) -> list[Range]:
-        """Return the range of ``layer`` that each data rank updates, relative to the start of ``layer``. Local."""
+        """Return a list with the range of ``layer`` that each data rank updates. Local.
+
+        The ranges are relative to the start of ``layer``.
+        """
         owners = []
         for rank in range(self._data.size):
             part = Range(0, self.cuts[layer][WHOLE].size)
@@ -156,11 +177,14 @@ class Cuts:
         return [comm for comm in self.comms if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return the range that each data rank updates, relative to the start of ``layer``. Local."""
+        """Return a list of ranges: data rank r updates range r, relative to the start of ``layer``. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:
-        """Return the flat range of ``layer`` that each data rank updates. Requires `at_once` or one rank. Local."""
+        """Return a list with the flat parameter range of ``layer`` that each data rank updates. Local.
+
+        Requires that `at_once` is True, or a single rank.
+        """
         if self._data.size == 1:
             return [self.cuts[layer][OPTIMIZER]]
         (level,) = [level for level, comm in enumerate(self.comms) if comm is self._data]

@@ -76,7 +76,7 @@ class DelayedExchange(DataExchange):
         return self._written
 
     def defer(self, op: Operation) -> None:
-        """Start to allreduce this step's gradients in the flat range ``op.range``."""
+        """Start to allreduce this step's gradients in the flat range ``op.range``. The next step applies them."""
         self._is_deferred = True
         if self.background is not None:
             key = (id(self._written), op.part)

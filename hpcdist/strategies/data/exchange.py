@@ -126,7 +126,7 @@ class DataExchange(Exchange):
 
 
 def saved_shares(context: RankContext) -> list[Range]:
-    """Return the flat ranges of replicated state that this rank saves in a checkpoint. Local."""
+    """Return a list of the flat ranges of replicated state that this rank saves in a checkpoint. Local."""
     data, dtype = context.data, context.dtype if context.working is None else context.master_dtype
     shares = [split(part.size, data.size, dtype.itemsize)[data.rank].shift(part.start) for part in context.parts]
     return counted(context.layout, shares, context.tensor)
@@ -146,7 +146,10 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Return ``handlers``, wrapped to call `check_next` before operations that communicate. Local."""
+        """Return ``handlers`` with a call of `check_next` before each operation that communicates. Local.
+
+        ``handlers``: dict {operation type: function}.
+        """
         return {kind: self._around(handler) if kind in GUARDED else handler for kind, handler in handlers.items()}
 
     def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:

@@ -66,7 +66,7 @@ class Gatherer:
         return self.parameters
 
     def plan(self) -> list[Operation]:
-        """Return the gatherer's operations after the optimizer update. Local."""
+        """Return a list of the gatherer's operations after the optimizer update. Local."""
         return []
 
     def begin(self) -> None:
@@ -159,7 +159,7 @@ class CutGatherer(Gatherer):
         self._whole.free(self._layer_of[op.unit])
 
     def refresh(self, op: Operation) -> None:
-        """All-gather this rank's shard of layer ``op.unit`` from the ranks that update parts of this shard."""
+        """All-gather this rank's shard of layer ``op.unit``: each rank sends the range of the shard that it updates."""
         layer = self._layer_of[op.unit]
         self._copy_cut(layer)
         self.gathers.gather(self.parameters, layer, PARAMETERS, OPTIMIZER)
@@ -240,18 +240,21 @@ class NodeParameters:
 
     @property
     def front(self) -> FlatStore:
-        """Store of the front buffer: the parameters that all ranks read."""
+        """Store of the parameters that all ranks read now (front buffer)."""
         return self._stores[0]
 
     def begin(self) -> FlatStore:
-        """Copy the ranges that this rank updates to the back buffer, and return the back buffer. Local."""
+        """Return the store for the next parameters (back buffer), with copies of the ranges that this rank updates."""
         back = self._stores[-1]
         for part in self._cuts if back is not self.front else ():
             back.range(part)[...] = self.front.range(part)
         return back
 
     def commit(self) -> None:
-        """Exchange updated ranges with other nodes, and swap front and back buffer. Collective over the data axis."""
+        """Exchange updated ranges with other nodes, and swap front and back buffer. Collective over the data axis.
+
+        Afterwards, all ranks read the new parameters.
+        """
         back = self._stores[-1]
         requests = [self._comm.irecv(back.range(part), rank, _TAG) for rank, part in self._senders]
         for part in self._cuts:

@@ -63,7 +63,7 @@ class Offload:
         return self._config.offload_parameters == "none"
 
     def shards(self, category: str, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of the flat ranges ``parts``. ``category``: "parameters" or "gradients"."""
+        """Return a new store of the flat ranges ``parts``. ``category``: "parameters" or "gradients"."""
         return self._store(self._config.offload_parameters, category, parts)
 
     def optimizer(self, parts: Sequence[Range]) -> Optimizer:

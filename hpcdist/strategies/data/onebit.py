@@ -66,7 +66,7 @@ class ScaleGroup:
 
     @property
     def places(self) -> list[Range]:
-        """Range of each tensor in the array that `gather` returns."""
+        """List of the range of each tensor in the array that `gather` returns."""
         starts = accumulate((where.size for _, where in self.tensors), initial=0)
         return [where.shift(start - where.start) for (_, where), start in zip(self.tensors, starts, strict=False)]
 
@@ -87,7 +87,10 @@ class ScaleGroup:
             store.range(where)[...] = values[place.slice]
 
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
-        """Yield checkpoint pieces of ``array``, the elements ``within`` of the result of `gather`."""
+        """Yield checkpoint pieces of the tensors in ``array``, restricted to the flat ranges ``parts``.
+
+        ``array``: the elements ``within`` of the result of `gather`. ``kind``: kind of the pieces.
+        """
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
             common_places = place.intersect(within)
@@ -100,7 +103,10 @@ class ScaleGroup:
 
 
 def scale_groups(layout: Layout, part: Range, ranks: int) -> list[ScaleGroup]:
-    """Divide the tensors in the flat range ``part`` into groups to quantise together."""
+    """Return a list of the groups of tensors in the flat range ``part`` that are quantised together.
+
+    ``ranks``: number of data ranks. Small tensors share a group.
+    """
     groups: list[ScaleGroup] = []
     packs: dict[tuple[bool, bool], list[tuple[Segment, Range]]] = {}
     for segment, where in layout.within(part):
@@ -145,7 +151,7 @@ class OneBit(LocalGradients):
         self.handlers = {Kind.REDUCE: self.reduce, Kind.COMPRESS: self.compress}
 
     def all_groups(self) -> Iterator[tuple[ScaleGroup, OneBitAdam]]:
-        """Yield pairs (`ScaleGroup`, its Adam state). Local."""
+        """Yield pairs (`ScaleGroup`, `OneBitAdam` state of this group). Local."""
         return chain.from_iterable(self.groups.values())
 
     @property
@@ -169,7 +175,10 @@ class OneBit(LocalGradients):
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Freeze Adam's variance after the warm-up. Return 1, because `compress` scales the gradients. Local."""
+        """Freeze Adam's variance after the warm-up. Return 1, because `compress` scales the gradients. Local.
+
+        ``scale``, ``correction``: as in `Reducer.begin_update`.
+        """
         freezes = self.is_compressing
         if freezes:
             # Gradients are summands of the mean over all samples; later the mean over the ranks is taken.

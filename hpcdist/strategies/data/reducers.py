@@ -46,15 +46,18 @@ class Reducer:
         self.feedback = Feedback()
 
     def plan(self) -> list[Operation]:
-        """Return the reducer's operations before the agreement on loss and gradient norm. Local."""
+        """Return a list of the reducer's operations before the agreement on loss and gradient norm. Local."""
         raise NotImplementedError
 
     def plan_after_agreement(self) -> list[Operation]:
-        """Return the reducer's operations after the agreement on loss and gradient norm. Local."""
+        """Return a list of the reducer's operations after the agreement on loss and gradient norm. Local."""
         return []
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare for a step. If the previous step was abandoned, restore its compression errors. Local."""
+        """Prepare for a step with the list ``operations``. Local.
+
+        If the previous step was abandoned, restore the compression errors from before it.
+        """
         self.feedback.give_up()
 
     def gradients_at(self, layer: int) -> FlatStore:
@@ -62,33 +65,42 @@ class Reducer:
         return self.update.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the mean gradient. Local."""
+        """Return a number whose sum over all ranks is the squared norm of the mean gradient. Local."""
         squared = self.update.norm_squared()
         return squared if self.counts else 0.0
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Return the factor by which the update multiplies the gradients, by default ``scale``. Local."""
+        """Return the factor by which the update multiplies the gradients, by default ``scale``. Local.
+
+        ``correction``: factor of this step's gradient, which ``scale`` already includes.
+        """
         self.feedback.keep()
         return scale
 
     def pieces(self) -> list[Piece]:
-        """Return the reducer's checkpoint pieces, such as compression residuals. Local."""
+        """Return a list of the reducer's checkpoint pieces, such as compression residuals. Local."""
         return self.feedback.pieces()
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Read the checkpoint scalars ``state``; return the kinds of pieces that may be missing. Local."""
+        """Prepare to read a checkpoint with the scalars ``state``. Local.
+
+        Return the kinds of the reducer's pieces that may be missing in the checkpoint.
+        """
         return self.feedback.prepare_restore(state)
 
     def wanted(self) -> list[Piece]:
-        """Return the reducer's checkpoint pieces to read, as views of the memory to fill. Local."""
+        """Return a list of the reducer's checkpoint pieces to read, as views of the memory to fill. Local."""
         return self.feedback.wanted()
 
     def state(self) -> dict[str, Any]:
-        """Return a dict of the reducer's scalars to store in a checkpoint. Local."""
+        """Return a dict {name: scalar} with the reducer's state to store in a checkpoint. Local."""
         return self.feedback.state()
 
     def restored(self, state: Mapping[str, Any]) -> None:
-        """Finish a restore, after the checkpoint pieces were read. Local."""
+        """Update the reducer's state, such as residuals, after its checkpoint pieces were read. Local.
+
+        ``state``: scalars of the checkpoint.
+        """
         self.feedback.restored()
 
 
@@ -213,7 +225,10 @@ class Scatter(Reducer):
         self._keep_shard(layer)
 
     def combine(self, op: Operation) -> None:
-        """Reduce-scatter this rank's gradient shard of the layer in ``op.range`` among the ranks with this shard."""
+        """Reduce-scatter this rank's gradient shard of the layer in ``op.range``.
+
+        Collective over the ranks that have the same gradient shard.
+        """
         self.sums.sum(self.update.gradients, self._layer_at[op.part], GRADIENTS, OPTIMIZER)
 
     def start(self, op: Operation) -> None:

@@ -55,18 +55,18 @@ class Residuals:
         self._old: list[FlatStore] = []  # residuals of another number of ranks, while a checkpoint is read
 
     def keep(self) -> None:
-        """Replace the residuals of the previous step by the new residuals, because the update begins."""
+        """Accept the new residuals: an abandoned step can no longer restore the residuals of the previous step."""
         self.feedback.keep()
 
     def settle(self) -> None:
-        """Restore the residuals of the previous step, because the last step was abandoned."""
+        """Restore the residuals from before the last step, which was abandoned, if they were saved."""
         if self._can_roll_back:
             self.feedback.rollback()
         else:
             self.feedback.keep()
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's residuals as checkpoint pieces."""
+        """Return a list of this rank's residuals, as checkpoint pieces."""
         self.settle()
         parts = counted(self._context.layout, self._store.parts, self._context.tensor)
         return pieces_of({self._kind(self.rank): self._store}, parts)
@@ -75,7 +75,10 @@ class Residuals:
         return f"{self.kind}.{rank}"
 
     def prepare_restore(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Read the checkpoint scalars ``state``; return the kinds of residuals in this checkpoint."""
+        """Read the number of ranks with residuals from the checkpoint scalars ``state``.
+
+        Return a tuple of the kinds of residuals in this checkpoint, one kind per rank.
+        """
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
             raise StorageError(
@@ -86,7 +89,7 @@ class Residuals:
         return tuple(map(self._kind, range(ranks)))
 
     def wanted(self) -> list[Piece]:
-        """Return the residuals to read from a checkpoint, as views of the memory to fill."""
+        """Return a list of the residuals to read from a checkpoint, as views of the memory to fill."""
         if self._old_ranks == self.ranks:
             return pieces_of({self._kind(self.rank): self._store}, self._store.parts)
         shares = [
@@ -102,7 +105,7 @@ class Residuals:
         ]  # fmt: skip
 
     def restored(self) -> None:
-        """Finish a restore: with a new number of ranks, sum the residuals of all ranks in the checkpoint."""
+        """Add up the residuals of all ranks in the checkpoint, if it was saved on another number of ranks."""
         if self._old_ranks == self.ranks:
             return
         self._store.zero()
@@ -139,11 +142,14 @@ class StepResiduals(Residuals):
 
     @property
     def are_owed(self) -> bool:
-        """True if restored residuals may remain for ranges that are not compressed."""
+        """True if residuals from a checkpoint must still be added to ranges of gradients that are not compressed."""
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Back up the residuals of ``layer``. Add residuals that are never compressed again to ``gradients``."""
+        """Back up the residuals of ``layer``, before a micro-batch compresses its ``gradients``.
+
+        Add the residuals of ranges that this rank does not compress to ``gradients``, once.
+        """
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:
             self._open.add(layer)
@@ -189,43 +195,49 @@ class Feedback:
         self.is_open = False  # gradients were encoded that are not applied yet
 
     def give_up(self) -> None:
-        """Restore the residuals of the previous step if the last step was abandoned."""
+        """If the last step was abandoned, restore the residuals from before this step."""
         if self.is_open:
             for residuals in self.residuals:
                 residuals.settle()
         self.is_open = False
 
     def keep(self) -> None:
-        """Keep the new residuals, because the step's update begins."""
+        """Accept the new residuals of all stores, because the step's update begins."""
         self.is_open = False
         for residuals in self.residuals:
             residuals.keep()
 
     def pieces(self) -> list[Piece]:
-        """Return all residuals of this rank as checkpoint pieces."""
+        """Return a list of all residuals of this rank, as checkpoint pieces."""
         self.give_up()
         return [piece for residuals in self.residuals for piece in residuals.pieces()]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Read the checkpoint scalars ``state``; return the kinds of residuals that may be missing."""
+        """Prepare to read residuals from a checkpoint with the scalars ``state``.
+
+        Return a list of the kinds of residuals that the checkpoint may lack.
+        """
         return [kind for residuals in self.residuals for kind in residuals.prepare_restore(state)]
 
     def wanted(self) -> list[Piece]:
-        """Return all residuals to read from a checkpoint, as views of the memory to fill."""
+        """Return a list of all residuals to read from a checkpoint, as views of the memory to fill."""
         return [piece for residuals in self.residuals for piece in residuals.wanted()]
 
     def state(self) -> dict[str, Any]:
-        """Return the number of ranks with residuals as scalar "residuals", or {} without residuals."""
+        """Return a dict {"residuals": number of ranks that have residuals}, or {} without residuals."""
         return {STATE: self.residuals[0].ranks} if self.residuals else {}
 
     def restored(self) -> None:
-        """Finish a restore, after the checkpoint pieces were read."""
+        """Complete all residuals after their checkpoint pieces were read: see `Residuals.restored`."""
         for residuals in self.residuals:
             residuals.restored()
 
 
 def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
-    """Return 16-bit ``gradients`` as float32, divided by ``loss_scale``. Other ``gradients`` stay unchanged. Local."""
+    """Return 16-bit ``gradients`` divided by ``loss_scale``, as float32; return float32 ``gradients`` unchanged. Local.
+
+    ``wide``: array for the result, by default scratch memory.
+    """
     if gradients.dtype == FLOAT32:
         return gradients
     if wide is None:
@@ -236,7 +248,10 @@ def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None =
 
 
 def with_loss_scale(values: Array, gradients: Array, loss_scale: float) -> None:
-    """Write ``values`` times ``loss_scale`` to the 16-bit ``gradients``, to undo `without_loss_scale`. Local."""
+    """Write float32 ``values`` times ``loss_scale`` to the 16-bit ``gradients``. Local.
+
+    Inverse of `without_loss_scale`: do nothing if both arguments are the same array.
+    """
     if values is not gradients:
         values *= np.float32(loss_scale)
         kernels.round_into(values, gradients)

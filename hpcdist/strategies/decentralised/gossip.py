@@ -52,11 +52,11 @@ class Graph:
     gap: float
 
     def sources(self, rank: int, number: int) -> Sources:
-        """Return (neighbour, weight) for each rank whose parameters ``rank`` receives in round ``number``."""
+        """Return a tuple of pairs (neighbour, weight): ``rank`` receives their parameters in round ``number``."""
         return self.rounds[number][rank]
 
     def targets(self, rank: int, number: int) -> list[int]:
-        """Return the ranks to which ``rank`` must send its parameters in round ``number``."""
+        """Return a list of the ranks to which ``rank`` must send its parameters in round ``number``."""
         return [other for other, sources in enumerate(self.rounds[number]) if any(peer == rank for peer, _ in sources)]
 
     def matrix(self, number: int = 0) -> np.ndarray:  # (ranks, ranks)
@@ -72,7 +72,10 @@ class Graph:
 
 
 def build(graph: str, size: int, edges: str = "") -> Graph:
-    """Return the mixing graph named ``graph`` on ``size`` ranks. Raises ConfigurationError for invalid ``edges``."""
+    """Return the mixing graph named ``graph``, such as "torus", on ``size`` ranks.
+
+    ``edges``: pairs of ranks as text, for the graph "edges". Raises ConfigurationError if it is invalid.
+    """
     if graph == "edges":
         return _of_edges(size, parse_edges(edges))
     if graph == "complete" or size == 1:
@@ -183,7 +186,10 @@ class NeighbourMixing:
         self._under_way: list[Request] = []
 
     def start(self, number: int) -> None:
-        """Start to exchange the parameters with this rank's neighbours. They must not change until `wait`."""
+        """Start mixing round ``number``: exchange the parameters with this rank's neighbours.
+
+        The parameters must not change until `wait`.
+        """
         sources, targets = self._rounds[number % len(self._rounds)]
         # Receives are posted first, so that messages arrive in place. The tag is the bucket.
         for tag, part in enumerate(self._ranges):

@@ -68,21 +68,24 @@ class Replicas(Exchange):
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Leave this rank's gradients as they are: they are not averaged over the ranks. Local."""
+        """Leave this rank's gradients in ``op.range`` as they are: they are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
         self._norm_squared = self.update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
-        """Start the update with this rank's gradient, clipped by its own norm. ``scale`` is ignored."""
+        """Start the update with this rank's gradient, clipped by this gradient's norm. ``scale`` is ignored. Local."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         clip = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
         self.apart = True
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Replace ``store`` by its mean over the data axis. Return [|store - mean|^2, |mean|^2]. Collective."""
+        """Replace ``store`` by its mean over the data axis. Return [|store - mean|^2, |mean|^2]. Collective.
+
+        ``weight``: factor of this rank's values. ``total``: divisor of the sum (default: number of ranks).
+        """
         squares = np.zeros(2)
         for part in self.ranges:
             values = store.range(part)
@@ -146,7 +149,10 @@ OUTER: Final = "optimizer.outer"  # kind of the outer velocity in a checkpoint
 
 
 class OuterOptimizer:
-    """Outer optimizer of local SGD. Its gradient is the change of the mean parameters since the last averaging."""
+    """Outer optimizer of local SGD, which updates the averaged parameters.
+
+    Its gradient is the change of the averaged parameters since the last averaging.
+    """
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
@@ -154,11 +160,11 @@ class OuterOptimizer:
         self.slots = {OUTER: context.store("optimizer")} if config.outer_momentum else {}
 
     def begin(self, parameters: FlatStore) -> None:
-        """Copy ``parameters``, from which the next outer gradient is computed."""
+        """Copy ``parameters`` as the starting point: the outer gradient is the change since this copy."""
         self._start.copy_from(parameters)
 
     def step(self, parameters: FlatStore) -> None:
-        """Replace the averaged ``parameters`` by the result of an outer optimizer step."""
+        """Make an outer optimizer step from the starting point, and write the result to the averaged ``parameters``."""
         start, difference = self._start.array, parameters.array
         namespace(start).subtract(start, difference, out=difference)
         if self._momentum:

@@ -20,7 +20,10 @@ from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
-    """Return the communicator of the ranks of ``replicas`` with the same experts as this rank. Collective."""
+    """Return the communicator of the ranks of ``replicas`` with the same experts as this rank. Collective.
+
+    ``degree``: number of ranks that divide the experts.
+    """
     same_experts = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
     assert same_experts is not None
     return same_experts
@@ -35,7 +38,10 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return the number of token rows that each rank sends to each local expert. Collective."""
+        """Return an array (ranks, local experts): the number of token rows that each rank sends to each local expert.
+
+        ``sent``: number of token rows that this rank sends to each rank and expert. Collective.
+        """
         begin = time.perf_counter()
         received = np.empty_like(sent)
         shares = _ranges(np.full(self.size, 1), sent.shape[1])
@@ -44,7 +50,10 @@ class ExpertAxis:
         return received
 
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send token ``rows`` to all ranks, and receive theirs in ``arrived``, both in rank order. Collective."""
+        """Send token ``rows`` to all ranks, and receive token rows in ``arrived``, both in rank order. Collective.
+
+        ``sent``, ``received``: number of rows to and from each rank.
+        """
         # Both arrays have shape (rows, width), are contiguous, and must not overlap.
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()
@@ -56,7 +65,10 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have written ``memory``, and log an all-to-all of the size of ``like``."""
+        """Wait until all ranks have written the shared ``memory``, and log this exchange as an all-to-all.
+
+        ``like``: array with the size and dtype to log.
+        """
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -76,7 +88,10 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 
 
 def algorithm_for(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
-    """Return the name of the all-to-all algorithm to use over ``comm``. Collective."""
+    """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
+
+    ``gradient_algorithm``: allreduce algorithm in the recipe.
+    """
     is_one_node = comm.nodes().count == 1
     if settled and not (gradient_algorithm == NODE_SHARED and is_one_node and on == "cpu"):
         return gradient_algorithm if gradient_algorithm in ALL_TO_ALL else "pairwise"

@@ -89,7 +89,7 @@ class _Blocks:
 
 
 class ExpertStage(WrappedStage):
-    """Wrapper of a stage that keeps all dense tensors, but only this rank's experts."""
+    """Model stage with all dense tensors of the wrapped stage, but only this rank's experts."""
 
     # The gradients of an expert are sums over the tokens of all these ranks.
 

@@ -21,7 +21,10 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 
 
 def divide(rows_per_expert: np.ndarray, ranks: int, min_saved_rows: int) -> np.ndarray:
-    """Assign experts to ``ranks`` ranks with balanced numbers of token rows. Return the rank of each expert."""
+    """Assign experts to ``ranks`` ranks with balanced numbers of token rows. Return an array: rank of each expert.
+
+    ``rows_per_expert``: token rows. ``min_saved_rows``: minimum gain, in token rows, for which an expert is moved.
+    """
     # Each rank starts with equally many consecutive experts. Then the busiest rank repeatedly gives an expert to the
     # least busy rank, or swaps two experts with it.
     at: np.ndarray = np.arange(rows_per_expert.size) * ranks // rows_per_expert.size
@@ -72,7 +75,7 @@ class Division:
 
     @property
     def numbers(self) -> int:
-        """Number of elements in all tensors of one whole expert."""
+        """Number of elements of one expert, summed over all its tensors."""
         return sum(map(prod, self.shapes.values()))
 
     def here_of(self, rank: int) -> Iterator[tuple[int, int, int]]:
@@ -80,7 +83,7 @@ class Division:
         return ((expert, *divmod(expert, self.each)) for expert in self.experts[rank])
 
     def sizes(self, row_bytes: int) -> dict[str, int]:
-        """Return the bytes of each section of shared memory, by name. ``row_bytes``: bytes of one token."""
+        """Return a dict {section of shared memory: bytes per rank}. ``row_bytes``: bytes of one token row."""
         expert_bytes = self.numbers * self.dtype.itemsize
         return {
             "rows": int(self.sent.max()) * row_bytes,

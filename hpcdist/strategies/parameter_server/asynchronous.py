@@ -38,7 +38,10 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER
 
 
 def per_push_context(context: RankContext, workers: int) -> RankContext:
-    """Return a copy of ``context`` with ``workers`` times as many steps: servers update after each push."""
+    """Return a copy of ``context`` with ``workers`` times as many training steps and warm-up steps.
+
+    The copy counts server updates, because servers update after each push.
+    """
     optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
     return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
 
@@ -59,7 +62,10 @@ class ServerShard:
         return self.optimizer.count
 
     def step(self, gradients: FlatStore, scale: float, factor: float = 1.0) -> None:
-        """Update the parameters. ``factor`` multiplies the learning rate. Overwrites ``gradients``."""
+        """Update the parameters with ``scale`` times the ``gradients``, which are overwritten.
+
+        ``factor`` multiplies the learning rate.
+        """
         start_s = time.perf_counter()
         self.optimizer.begin_step(factor)
         for part in self.parts:
@@ -140,7 +146,7 @@ class AsynchronousServerExchange(Exchange):
         return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return ``operations``; on a server, add a call of `serve` after each pass of a layer."""
+        """Return a list of ``operations``; on a server, add a call of `serve` after each pass of a layer."""
         if self.shard is None:
             return list(operations)
         look = [Operation(Kind.COLLECT)]
@@ -157,11 +163,17 @@ class AsynchronousServerExchange(Exchange):
         self._channel.serve()
 
     def weigh(self, samples: int, global_samples: int) -> int:
-        """Return the number of samples by which this worker divides its summed gradient. Local."""
+        """Return the number of samples by which this worker divides its summed gradient. Local.
+
+        ``samples``: of this worker. ``global_samples``: of all workers in a step.
+        """
         return samples
 
     def pull(self, op: Operation) -> None:
-        """Announce to the servers that this worker's gradient is complete; wait for their new parameters."""
+        """Tell the servers that all gradients of this step were sent; then receive the new parameters.
+
+        ``op.range`` covers all parameters.
+        """
         raise NotImplementedError
 
     def _request(self, kind: ControlKind, what: ControlFields, servers: Sequence[int]) -> None:
@@ -232,7 +244,7 @@ class AsynchronousServerExchange(Exchange):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Handle the first server's reply to this worker. By default, do nothing."""
+        """Handle ``what``, the first server's reply to this worker. By default, do nothing."""
 
     def meet(self) -> None:
         """Pause training: wait until all workers have stopped between steps. Collective over the world."""
@@ -240,7 +252,10 @@ class AsynchronousServerExchange(Exchange):
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
-        """Record the progress of training in a pause. ``clocks``: step count of each worker. Local."""
+        """Record the progress of training in a pause. ``clocks``: step count of each worker. Local.
+
+        ``updates``: number of server updates. ``pause_requests``: number of control messages that requested pauses.
+        """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(pause_requests)
 

@@ -37,7 +37,10 @@ class Quorum:
         self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record the gradient of ``worker`` for step ``clock``. Return the decisions to apply or drop gradients."""
+        """Record the gradient of ``worker`` for step ``clock``. Return a list of decisions to apply or drop gradients.
+
+        ``samples``: samples of the gradient. ``divisor``: number by which workers have divided it.
+        """
         if clock <= self.clock:
             return [self._drop(worker)]
         assert clock == self.clock + 1, "a worker continues at the clock in its reply"
@@ -52,12 +55,12 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` has stopped pushing. Return the decisions to apply or drop gradients."""
+        """Record that ``worker`` stops pushing. Return a list of the resulting decisions to apply or drop gradients."""
         self._away.add(worker)
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """End a pause: all workers push again, first the gradient of step ``clock`` + 1."""
+        """End a pause: all workers push again, starting with the gradient of step ``clock`` + 1."""
         self._away.clear()
         self.clock = clock
 
@@ -193,7 +196,10 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
-        """Set the step counts of all workers to the number of server ``updates``, in a pause. Collective."""
+        """Set the step counts of all workers to the number of server ``updates``, in a pause. Collective.
+
+        ``clocks``, ``pause_requests``: as in the base class.
+        """
         super().leave([updates] * len(clocks), updates, pause_requests)
         if self._quorum is not None:
             self._quorum.convene(updates)

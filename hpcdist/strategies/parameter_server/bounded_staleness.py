@@ -62,7 +62,7 @@ class VersionVector:
         self._asking[worker] = None
 
     def answerable(self) -> list[int]:
-        """Remove and return the waiting workers that may start a step, in the order of their requests."""
+        """Remove the waiting workers that may start a step. Return a list of them, in the order of their requests."""
         workers = [worker for worker in self._asking if self.may_start(worker)]
         for worker in workers:
             del self._asking[worker]
@@ -77,7 +77,7 @@ class VersionVector:
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Let ``worker`` push again. Return its step count, at least the slowest running worker's."""
+        """Let a stopped ``worker`` push again. Return its step count, raised to the slowest running worker's count."""
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
             self.vector[worker] = max(self.vector[worker], int(slowest))
@@ -85,7 +85,7 @@ class VersionVector:
         return self.vector[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
-        """Let all workers push again after a pause. ``clocks``: step count of each worker."""
+        """Let all workers push again after a pause. ``clocks``: dict {worker: step count}."""
         self._away = set(clocks)
         self.vector = dict.fromkeys(clocks, 0)
         for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # in ascending order, so none is raised

@@ -61,7 +61,7 @@ class ParameterServerConfig:
 
     @property
     def own_steps(self) -> str:
-        """Setting that lets workers step independently, as text, or "" in lock-step."""
+        """Recipe setting, as text, that lets workers step independently, or "" if workers step together."""
         return own_steps(self.consistency, self.staleness, self.backup_workers)
 
     @property
@@ -82,7 +82,10 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the recipe setting, as text, that lets workers step independently, or "" in lock-step. Local."""
+    """Return the recipe setting, as text, that lets workers step independently, or "" if they step together. Local.
+
+    The arguments are the keys of the same names in the section [parameter_server].
+    """
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)

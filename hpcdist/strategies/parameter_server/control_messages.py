@@ -73,7 +73,7 @@ class ControlChannel:
         self._sent.append(self._comm.isend(np.array([kind, *single, *workers], np.float64), peer))
 
     def tidy(self) -> None:
-        """Remove completed sends from the list of outstanding requests."""
+        """Remove completed sends from this rank's list of outstanding send requests."""
         self._sent = [request for request in self._sent if not request.test()]
 
     def serve(self) -> None:
@@ -161,7 +161,10 @@ class Rendezvous:
         self._looked = 0.0
 
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Set the function ``wants``, which returns True if this rank requests a pause of all workers. Local."""
+        """Set the function ``wants``, which returns True if this rank requests a pause of all workers. Local.
+
+        ``meanwhile``: function that is called repeatedly during the wait for the pause.
+        """
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
@@ -196,7 +199,10 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, pause_requests: int) -> None:
-        """Wait until this rank's control messages have been received, in a pause. Local."""
+        """In a pause, wait until all control messages have been received. Local.
+
+        ``pause_requests``: number of messages that requested pauses; the first server receives the remaining ones.
+        """
         while self._rank == self._first and sum(self._taken[held] for held in range(self._held)) < pause_requests:
             self._channel.take(ControlKind.CALL)
         self._channel.settle()

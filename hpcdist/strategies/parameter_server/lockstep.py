@@ -88,7 +88,7 @@ class Push(Reducer):
             self.transport.push(part)
 
     def collect(self, op: Operation) -> None:
-        """Receive all workers' gradients in ``op.range``, which this server owns, and sum them in rank order."""
+        """Receive all workers' gradients in ``op.range``, a range that this server owns. Sum them in rank order."""
         self.transport.collect(op.part)
 
 

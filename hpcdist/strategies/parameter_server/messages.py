@@ -34,7 +34,7 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 
 
 class ReceiveQueue:
-    """Queue of the messages that a server receives in a fixed order. Local."""
+    """Queue of the gradient messages that a server receives in a fixed order. Local."""
 
     # An array from `take` stays valid during the next call of `take`; the call after the next may overwrite it.
 

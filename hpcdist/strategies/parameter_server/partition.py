@@ -61,7 +61,10 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of all workers; on a dedicated server, of all dedicated servers. Collective."""
+        """Return the communicator of all workers; on a dedicated server, of all dedicated servers.
+
+        Collective over ``world``.
+        """
         part = world.split(int(world.rank not in self.workers), world.rank, "role")
         assert part is not None
         return part
@@ -80,16 +83,22 @@ class KeyPartition:
 
     @property
     def fullest(self) -> float:
-        """Number of parameters on the most loaded server, divided by the mean per server."""
+        """Largest number of parameters on a server, divided by the mean number per server."""
         held = [sum(part.size for part in self.parts(server)) for server in range(self.servers)]
         return max(held) * self.servers / sum(held)
 
     def parts(self, server: int) -> list[Range]:
-        """Return the flat parameter ranges that ``server`` owns, in ascending order, with adjacent ranges joined."""
+        """Return a list of the flat parameter ranges that ``server`` owns, in ascending order.
+
+        Adjacent ranges are joined.
+        """
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
 
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
-        """Return (range, server) for each gradient message, in the order of the backward pass."""
+        """Return a list of pairs (range, server), one per gradient message, in the order of the backward pass.
+
+        ``units``: flat parameter range of each layer.
+        """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
             inside = ((key.intersect(unit), owner) for key, owner in zip(self.keys, self.owners, strict=True))

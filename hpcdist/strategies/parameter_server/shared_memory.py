@@ -52,7 +52,7 @@ has_reached.sample(lambda: (*_samples(), 0, 0))
 
 
 class NodeFlags:
-    """Shared-memory counters, ``words`` per rank of a node. Construction is collective."""
+    """Shared-memory counters of the ranks of a node: each rank has ``words`` counters. Construction is collective."""
 
     def __init__(self, comm: Communicator, words: int) -> None:
         self._block = comm.shared(align_up(max(1, words) * _WORD_BYTES, LINE_BYTES))

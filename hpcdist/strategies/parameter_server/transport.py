@@ -34,7 +34,10 @@ class ShardTree:
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Write the sum of all workers' arrays ``addends`` to ``target``, added in rank order. Local."""
+        """Write the sum of the arrays that all workers sent to ``target``. Local.
+
+        ``addends``: these arrays, in rank order. The tree fixes the order of the additions.
+        """
         # A yielded array is overwritten after the next two arrays are read. ``target`` may be an addend.
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -68,7 +71,10 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums of one worker's gradients over its micro-batches, to be sent to servers. Local."""
+    """Partial sums of one worker's gradients over its micro-batches, to be sent to servers. Local.
+
+    The order of the additions is fixed.
+    """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
         self._steps, node_slots = _plan(tree, index)  # index: number of the worker
@@ -79,7 +85,7 @@ class PartialSums:
         self._slots = slots
 
     def add(self, microbatch: int, part: Range) -> None:
-        """Add the gradients of one micro-batch in the flat range ``part`` to the partial sums."""
+        """Add the gradients of micro-batch number ``microbatch`` in the flat range ``part`` to the partial sums."""
         if microbatch >= len(self._steps):
             return
         depth, joins, stays = self._steps[microbatch]
@@ -92,12 +98,15 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return the partial sums to send for the flat range ``part``, after the last `add`."""
+        """Return a list of the partial sums to send for the flat range ``part``, after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return the number of buffers for partial sums on worker number ``index``."""
+    """Return the number of buffers for partial sums that worker number ``index`` needs.
+
+    ``tree``: order of the additions.
+    """
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
@@ -168,11 +177,11 @@ class ServerTopology:
 
     @cached_property
     def own(self) -> list[Range]:
-        """Parameter ranges of the gradient messages that this rank receives as a server."""
+        """List of the parameter ranges whose gradients this rank receives as a server, one per message."""
         return [part for part, server in self.messages if server == self.rank]
 
     def parts(self, server: int) -> list[Range]:
-        """Return all parameter ranges that ``server`` owns, in ascending order."""
+        """Return a list of all parameter ranges that ``server`` owns, in ascending order."""
         return self.partition.parts(self.roles.servers.index(server))
 
     @cached_property
@@ -197,7 +206,10 @@ class ServerTopology:
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return a `PartialSums` of ``worker``, or None. ``slot(n)``: function that allocates buffer n."""
+        """Return a `PartialSums` for the ``gradients`` of ``worker``, or None if workers send plain sums.
+
+        ``slot(n)``: function that returns buffer number n.
+        """
         if self.tree is None:
             return None
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
@@ -243,7 +255,10 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays that a worker sends for the range ``part``: partial sums or, without them, gradients."""
+    """Return a list of the arrays that a worker sends for the flat range ``part``.
+
+    These are the ``partials`` or, if ``partials`` is None, the ``gradients``.
+    """
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

@@ -62,7 +62,10 @@ class PassSeconds:
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Measure and return the `PassSeconds` of each layer of ``model``. Collective over the tensor axis."""
+    """Return a tuple with the measured `PassSeconds` of each layer of ``model``. Collective over the tensor axis.
+
+    ``samples``: samples per micro-batch. ``on``: "cpu" or "gpu".
+    """
     by_kind: dict[object, PassSeconds] = {}
     seconds = []
     for unit in range(len(model.stages)):
@@ -74,7 +77,10 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return the median over ``comm`` of each layer's pass times, converted to a device of speed 1. Collective."""
+    """Return a tuple of `PassSeconds`, one per layer: the median of the pass times over ``comm``. Collective.
+
+    ``seconds``: this rank's times. ``speed``: its relative speed; the result is for a device of speed 1.
+    """
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
     return tuple(PassSeconds(*map(float, row)) for row in middle)
@@ -183,15 +189,15 @@ class TensorSplit:
     by_tokens: bool = False  # sequence parallelism: activations between these layers are split by tokens
 
     def of(self, elements: int) -> int:
-        """Return the shard size of an array of ``elements`` elements, rounded up."""
+        """Return the number of elements of an array's shard, rounded up. ``elements``: size of the whole array."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the shard size of a layer input or output of ``elements`` elements."""
+        """Return the number of elements of a layer's input or output on one rank. ``elements``: whole size."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
-        """Return the number of elements per sample that a tensor-parallel rank keeps of ``array``."""
+        """Return the number of elements per sample of ``array``, a kept activation, on one tensor-parallel rank."""
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
@@ -209,7 +215,10 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one model layer for a micro-batch: FLOPs on all tensor-parallel ranks, bytes on one rank."""
+    """Costs of one model layer for a micro-batch.
+
+    FLOPs are totals over all tensor-parallel ranks; bytes are per rank.
+    """
 
     parameters: int
     forward_flop: int = 0
@@ -248,7 +257,10 @@ class SampleCounts:
 def unit_costs(
     model: Model, samples: int, split: TensorSplit = TensorSplit(), documents: DocumentPairs | None = None
 ) -> tuple[UnitCost, ...]:
-    """Return the FLOPs and bytes of each model layer for a micro-batch of ``samples`` samples. Local."""
+    """Return a tuple with the FLOPs and bytes of each model layer for a micro-batch of ``samples`` samples. Local.
+
+    ``split``: sharding over tensor-parallel ranks. ``documents``: query-key pairs in packed documents.
+    """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
     for unit, stage in enumerate(model.stages):
@@ -281,7 +293,10 @@ def unit_costs(
 
 
 def attention_scores(context: int, window: int = 0) -> int:
-    """Return the number of attention scores, including masked scores, that a head computes per sample."""
+    """Return the number of attention scores, including masked scores, that a head computes per sample.
+
+    ``context``: tokens per sample. ``window``: sliding-window size in tokens, or 0.
+    """
     # A tile of `QUERY_BLOCK` queries and keys is computed if the causal mask leaves any of its scores visible.
     blocks, rest = divmod(context, QUERY_BLOCK)
     before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # visible key blocks before the query block

@@ -50,7 +50,10 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return the state bytes per rank if ``degrees`` ranks shard parameters, gradients and optimizer."""
+        """Return the state bytes per rank if ``degrees`` ranks shard parameters, gradients and optimizer.
+
+        ``itemsize``: bytes per parameter. ``optimizer_bytes``: bytes of optimizer state per parameter.
+        """
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
         per_parameter = (
@@ -64,7 +67,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of temporary unsharded arrays of a layer with ``parameters`` parameters, by name."""
+        """Return a dict {name: bytes} of the temporary unsharded arrays of a layer with ``parameters`` parameters."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -74,7 +77,10 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the points of a step at which the rank may need the most memory, each as `LiveMicroBatches` per chunk."""
+    """Return a tuple of the points of a step at which a rank may need the most memory.
+
+    Each point has one `LiveMicroBatches` per chunk. ``steps``: operations of the rank. ``chunks``: its layer ranges.
+    """
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)
@@ -132,7 +138,10 @@ class StageMemory:
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return the memory use of ``rank`` in bytes by category, such as "activations". Arguments as in `on`."""
+        """Return a dict {category, such as "activations": bytes that ``rank`` uses}.
+
+        Its chunk i has the layers [starts[i], stops[i]).
+        """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]
         activations: Any = 0

@@ -31,7 +31,7 @@ VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Partition of a model over pipeline ranks, and the time of its slowest rank."""
+    """Assignment of a model's layers to chunks on pipeline ranks, and the time of its slowest rank."""
 
     chunks: tuple[range, ...]  # layers (also embedding and head) of each chunk, in model order
     largest: float  # seconds per micro-batch of the slowest rank
@@ -39,7 +39,7 @@ class StagePartition:
 
     @property
     def is_proven(self) -> bool:
-        """True if no partition has a faster slowest rank."""
+        """True if it is proven that no other partition has a faster slowest rank."""
         return self.largest <= self.bound * (1 + SAME)
 
 
@@ -51,7 +51,11 @@ def search(
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
-    """Return the fastest partition of a model's layers into chunks, or None if none fits into memory. Local."""
+    """Return the fastest partition of layers into chunks, or None if no partition fits into memory. Local.
+
+    ``layer_seconds``: time of each layer. ``rank_of_chunk``: rank of each chunk.
+    ``speeds``, ``limits``: speed and memory limit of each rank. ``steps``: maximum number of search steps.
+    """
     task = _Task(tuple(layer_seconds), tuple(rank_of_chunk), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
     best: tuple[float, tuple[int, ...]] | None = None
@@ -255,14 +259,17 @@ class StageDevices:
 
     @classmethod
     def alike(cls, ranks: int) -> "StageDevices":
-        """Return ``ranks`` devices with equal speed and no memory limits."""
+        """Return `StageDevices` of ``ranks`` devices with equal speed and no memory limits."""
         return cls((1.0,) * ranks, (0,) * ranks)
 
 
 def partition(
     layer_seconds: Sequence[float], rank_of_chunk: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
-    """Return the fastest partition of a model on ``devices``, or None if none fits into memory. Local."""
+    """Return the fastest partition of a model on ``devices``, or None if no partition fits into memory. Local.
+
+    ``layer_seconds``: time of each layer. ``rank_of_chunk``: pipeline rank of each chunk.
+    """
     assert len(layer_seconds) >= len(rank_of_chunk) > 0
     if len(set(rank_of_chunk)) == len(rank_of_chunk):
         return _contiguous(layer_seconds, rank_of_chunk, devices, memory)
@@ -270,7 +277,10 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the layer ranges that minimise the largest ratio of a rank's memory use to its limit. Local."""
+    """Return a tuple of layer ranges that minimises the largest ratio of a rank's memory use to its limit. Local.
+
+    ``units``: number of layers. ``ranks``: pipeline rank of each range.
+    """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
     ]

@@ -62,7 +62,7 @@ class PartitionPlan:
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
-        """Return the lines of a text table with one row per pipeline rank."""
+        """Return a list of the lines of a text table with one row per pipeline rank."""
         work, size = BASES[self.basis]
         lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")
@@ -94,7 +94,10 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the layers do not fit."""
+    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the layers do not fit.
+
+    ``states``: bytes of parameters, gradients and optimizer state. ``samples``: samples per micro-batch.
+    """
     # ``seconds``: measured times of each layer. ``earlier_units``: layers of each stage in a checkpoint, to be kept.
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)

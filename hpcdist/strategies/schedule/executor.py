@@ -91,7 +91,11 @@ class Executor:
         first_sample: int = 0,
         targets: int | None = None,
     ) -> StepResult:
-        """Run one training step. Collective. Raises NonFiniteError if the loss or a gradient is not finite."""
+        """Run step number ``step``. Collective. Raises NonFiniteError if the loss or a gradient is not finite.
+
+        ``batches``: micro-batches. ``samples``, ``targets``: sums over all replicas. ``stop_requests``: to be summed.
+        ``first_sample``: index of this replica's first sample in the global batch.
+        """
         # With loss scaling, a step with a non-finite gradient is skipped.
         sizes = [len(inputs) for inputs, _ in batches]
         try:
@@ -132,7 +136,7 @@ class Executor:
         seconds["compute_s"] -= inside_s
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
-        """Return the batch's loss in nats, or 0 on ranks without the last pipeline stage. Collective."""
+        """Return the loss of the batch, summed over its targets, or 0 on ranks without the last stage. Collective."""
         self._begin(self._forward_only, [(inputs, targets)])
         for operation in self._forward_only:
             self._handlers[operation.kind](operation)
@@ -140,7 +144,10 @@ class Executor:
         return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
-        """Repeat a failed step without update; return a text about the first non-finite value, or None. Collective."""
+        """Repeat a failed step without update, with its ``operations`` and micro-batches ``batches``. Collective.
+
+        Return a text about this rank's first non-finite value, or None if all values are finite.
+        """
         self._watch.begin(self.exchange.parameters)
         self._compute(operations, batches)
         self._stages.neighbours.finish()

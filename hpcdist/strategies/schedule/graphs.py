@@ -32,7 +32,10 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for the operations of a step. Return the dropout ``draws``, or their copies on the GPU."""
+        """Prepare for the operations of a step. Return a list of the dropout ``draws``, or their copies on the GPU.
+
+        ``sizes``: samples of each micro-batch. ``scale``: loss scale.
+        """
         # ``steady`` is False in an evaluation or a NaN search.
         return draws
 
@@ -47,7 +50,10 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op`` by the function ``call``, and return the result of ``call``."""
+        """Run the compute operation ``op`` by the function ``call``, and return the result of ``call``.
+
+        ``saved``: memory of the arrays that the backward pass needs.
+        """
         # All other arrays have fixed addresses: ``saved`` (for the backward pass), ``still`` (an input),
         # ``parameters``, ``gradients``.
         return call(moving)

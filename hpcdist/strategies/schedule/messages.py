@@ -51,7 +51,7 @@ class StageMessages:
                 )
 
     def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
-        """Start to post the receives in ``operations``. ``samples``: number of samples of each micro-batch."""
+        """Start to post the receives in the list ``operations``. ``samples``: number of samples of each micro-batch."""
         if len(samples) > self._window:
             self._check_order(operations)
         kinds = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
@@ -107,7 +107,10 @@ class StageMessages:
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Return a copy of ``dx``, the input gradient of layer ``unit``. `forget_gradient` frees the copy."""
+        """Return a copy of ``dx``, the input gradient of layer ``unit`` in one micro-batch.
+
+        `forget_gradient` frees the copy.
+        """
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy

@@ -57,7 +57,10 @@ class ScheduleText:
 
 
 def read(text: str, ranks: int, microbatches: int, name: str = "the schedule file") -> ScheduleText:
-    """Parse the ``text`` of the schedule file ``name``. Raises ConfigurationError if the text is invalid. Local."""
+    """Parse the ``text`` of the schedule file ``name`` to a `ScheduleText`. Local.
+
+    Raises ConfigurationError if the text is invalid or does not fit ``ranks`` and ``microbatches``.
+    """
     header: dict[str, str] = {}
     passes: list[Passes] = []
     lines: list[str] = []
@@ -100,7 +103,10 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
 
 
 def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> ScheduleText:
-    """Return the built-in ``schedule`` as a `ScheduleText`. Raises ConfigurationError for invalid numbers. Local."""
+    """Return the built-in schedule named ``schedule`` as a `ScheduleText`. Local.
+
+    Raises ConfigurationError if it does not support these numbers of ranks, micro-batches and chunks.
+    """
     chunks = check_schedule(schedule, ranks, microbatches, chunks)
     row = SCHEDULES[schedule]
     passes = tuple(row.passes(rank, ranks, microbatches, chunks) for rank in range(ranks))
@@ -108,7 +114,10 @@ def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> 
 
 
 def dump(written: ScheduleText, comment: str = "") -> str:
-    """Return ``written`` as text of a schedule file, with ``comment`` at the top. `read` is the inverse."""
+    """Return the `ScheduleText` ``written`` as text of a schedule file, with ``comment`` at the top.
+
+    Inverse of `read`.
+    """
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [f"placement = {written.placement}", f"chunks = {written.chunks}"]
     for steps in written.passes:
@@ -153,7 +162,10 @@ def compute_operations(
     *,
     recompute: bool = False,
 ) -> list[Operation]:
-    """Return the passes and messages of pipeline rank ``rank`` in one step, as operations."""
+    """Return a list of the passes and messages of pipeline rank ``rank`` in one step, as operations.
+
+    ``schedule``: name of the schedule, or the passes of each rank. ``placement``: assignment of layers to ranks.
+    """
     if isinstance(schedule, str):
         chunks = len(placement.chunks) // placement.stages
         passes = SCHEDULES[schedule].passes(rank, placement.stages, microbatches, chunks)
@@ -163,14 +175,20 @@ def compute_operations(
 
 
 def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Operation]:
-    """Return the operations of pipeline rank ``rank`` that evaluate one batch."""
+    """Return a list of the operations of pipeline rank ``rank`` that evaluate one batch.
+
+    ``placement``: assignment of layers to ranks.
+    """
     return expand([(Kind.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
 
 
 def insert_gathers(
     steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, keep: bool = False
 ) -> list[Operation]:
-    """Insert GATHER and FREE operations into ``steps``, around compute operations that use sharded parameters."""
+    """Return ``steps`` with GATHER and FREE operations around the compute operations that use sharded parameters.
+
+    ``needs``: for each layer that computes, the layers whose sharded parameters it uses.
+    """
     # Parameters stay gathered from their first to their last use in a micro-batch or, with ``keep``, in the whole list:
     # fewer gathers, but more memory.
     users = Counter(unit for used in needs.values() for unit in used)
@@ -208,7 +226,10 @@ def insert_exchange(
     *,
     every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Insert the operations ``exchange``, which sum gradients and update parameters, into the list ``steps``."""
+    """Return ``steps`` with the operations ``exchange``, which sum gradients and update parameters, inserted.
+
+    ``units``: flat parameter range of each layer.
+    """
     # Operations of the types `EXCHANGED` follow as soon as the gradients of their range are complete, after the last or
     # after every micro-batch. MIX_START comes first, all others last. A range with an ADD is added up over the
     # micro-batches, and reduced once.
@@ -247,7 +268,11 @@ def overlap_reductions(
     needs: Mapping[int, Collection[int]],
     limit: int | None = None,
 ) -> list[Operation]:
-    """Replace each gradient reduction in ``steps`` by a nonblocking START, and a WAIT as late as possible."""
+    """Return ``steps`` with each gradient reduction replaced by a nonblocking START, and a WAIT as late as possible.
+
+    ``units``: flat range of each layer. ``limit``: maximum number in flight.
+    ``needs``: for each layer, the layers whose gradients its backward pass writes.
+    """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
 
@@ -274,7 +299,10 @@ def overlap_reductions(
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Replace each GATHER by a START_GATHER up to ``ahead`` gathers earlier, and a WAIT_GATHER at its position."""
+    """Return ``steps`` with each GATHER replaced by a START_GATHER and, at its position, a WAIT_GATHER.
+
+    The START_GATHER is up to ``ahead`` gathers earlier.
+    """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}
     if not ahead or not freed:
@@ -306,7 +334,7 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
 
 
 def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
-    """Insert a POLL after each operation of ``steps`` that computes while communication is in flight."""
+    """Return ``steps`` with a POLL after each operation that computes while communication is in flight."""
     operations: list[Operation] = []
     in_flight = sum(op.kind is Kind.SETTLE for op in steps)  # from the previous step
     for op in steps:

@@ -36,7 +36,7 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest number of micro-batches in progress at once on a rank, summed over its model chunks."""
+    """Largest numbers of micro-batches in progress at once on a rank, by state, summed over its model chunks."""
 
     live: int  # after forward, before backward (or its input-gradient half), with all activations
     held: int  # between the input-gradient and the weight-gradient half of a split backward pass
@@ -49,20 +49,23 @@ def spell(step: Pass) -> str:
 
 
 def sequential(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of gradient accumulation: forward and backward of one micro-batch, then of the next."""
+    """Return the passes of ``rank`` in gradient accumulation.
+
+    Forward and backward of a micro-batch come before the next micro-batch.
+    """
     _check(rank, ranks, microbatches)
     return [(kind, microbatch, 0) for microbatch in range(microbatches) for kind in (Kind.FORWARD, Kind.BACKWARD)]
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of GPipe: all forward passes, then all backward passes."""
+    """Return the passes of ``rank`` in GPipe: all forward passes, then all backward passes."""
     _check(rank, ranks, microbatches)
     forwards = [(Kind.FORWARD, microbatch, 0) for microbatch in range(microbatches)]
     return forwards + [(Kind.BACKWARD, microbatch, 0) for microbatch in range(microbatches)]
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of 1F1B: fill the pipeline, alternate forward and backward passes, drain."""
+    """Return the passes of ``rank`` in 1F1B: fill the pipeline, alternate forward and backward passes, drain."""
     _check(rank, ranks, microbatches)
     # Warm-up: one forward pass per later stage, before the first gradient can arrive.
     ahead = min(ranks - rank - 1, microbatches)
@@ -74,7 +77,10 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
-    """Return the operations of ``rank``: its ``passes`` and their pipeline messages."""
+    """Return a list of the operations of ``rank``: its ``passes``, and the pipeline messages for them.
+
+    ``placement``: assignment of layers to ranks.
+    """
     # With ``recompute``, a chunk keeps only the input of each micro-batch, and runs forward again before the backward
     # pass.
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
@@ -121,14 +127,17 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the smallest group size of interleaved 1F1B for which no group has fewer than ``ranks`` micro-batches."""
+    """Return the number of micro-batches that interleaved 1F1B runs through a chunk before the next chunk.
+
+    It is the smallest number for which every group has at least ``ranks`` micro-batches.
+    """
     # A rank runs a whole group of micro-batches through one chunk before its next chunk. The last group may be smaller.
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes:
-    """Return the passes of interleaved 1F1B, in which each rank has several model chunks."""
+    """Return the passes of ``rank`` in interleaved 1F1B, in which each rank has ``chunks`` model chunks."""
     size = interleaved_group(ranks, microbatches)
     table = [
         (chunk, microbatch)
@@ -148,12 +157,18 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-H1, a zero-bubble schedule that delays weight gradients by ``rank`` micro-batches."""
+    """Return the passes of ``rank`` in ZB-H1, a zero-bubble schedule.
+
+    It delays weight gradients by ``rank`` micro-batches.
+    """
     return _put_off(microbatches, ahead=ranks - 1 - rank, delay=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-H2, a zero-bubble schedule without idle ranks if all passes take equal time."""
+    """Return the passes of ``rank`` in ZB-H2, a zero-bubble schedule.
+
+    No rank is idle if all passes take equal time.
+    """
     return _put_off(microbatches, ahead=2 * (ranks - 1 - rank), delay=2 * rank)
 
 
@@ -188,7 +203,10 @@ class _Counting:
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-V, a zero-bubble schedule with two model chunks per rank in a `folded` placement."""
+    """Return the passes of ``rank`` in ZB-V, a zero-bubble schedule with two model chunks per rank.
+
+    The placement of the chunks is `folded`.
+    """
     steps, rounds = _Counting(microbatches), max(2 * ranks - 1, microbatches)
     for _ in range(2 * (ranks - rank) - 1):  # until the first micro-batch returns from the later ranks
         steps.add(Kind.FORWARD, 0)

@@ -43,7 +43,10 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the idle fraction of the slowest of ``stages`` ranks in a step, or None if there is no formula."""
+    """Return the slowest rank's idle fraction of a step, or None if there is no formula for ``schedule``.
+
+    ``stages``: number of pipeline ranks.
+    """
     # Fraction of the time from a rank's first to its last pass. Symbols: p ranks (``stages``), m micro-batches, v
     # chunks per rank; F, I, W: seconds of forward pass, input gradient (B in the papers) and weight gradients. Equal
     # stages and free messages are assumed. Papers: arXiv:1811.06965 (gpipe), 2104.04473 (1f1b, interleaved), 2401.10241
@@ -133,7 +136,10 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank. Raises ConfigurationError if ``name`` does not support ``chunks``."""
+    """Return the number of model chunks per rank in schedule ``name``; 1 selects the default of the schedule.
+
+    Raises ConfigurationError if the schedule does not support ``chunks``.
+    """
     # The recipe's default ``chunks`` = 1 selects the schedule's maximum, if there is a maximum.
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
@@ -150,7 +156,10 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Return `chunks_of`, or raise ConfigurationError if the schedule ``name`` does not support these numbers."""
+    """Return the number of model chunks per rank, like `chunks_of`.
+
+    Raises ConfigurationError if the schedule ``name`` does not support the numbers of ranks and micro-batches.
+    """
     if name == FILE:
         return chunks
     if name not in SCHEDULES:

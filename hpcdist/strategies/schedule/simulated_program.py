@@ -54,7 +54,10 @@ class StepCosts:
     def equal(
         cls, units: int, forward_s: float, input_s: float, weight_s: float, *, link: LinkCost | None = None
     ) -> "StepCosts":
-        """Return the costs of ``units`` equal layers. A backward pass takes ``input_s`` + ``weight_s``."""
+        """Return the costs of ``units`` equal layers. A forward pass takes ``forward_s`` seconds.
+
+        A backward pass takes ``input_s`` + ``weight_s`` seconds.
+        """
         return cls(
             forward_s=[forward_s] * units,
             backward_s=[input_s + weight_s] * units,
@@ -65,7 +68,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Five sequences of seconds by layer, one per type of pass."""
+        """Five sequences with the seconds of each layer, one sequence per type of pass."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 

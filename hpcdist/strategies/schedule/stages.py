@@ -39,17 +39,20 @@ class SkipExchange:
         self._gradients: dict[Skip, Array] = {}
 
     def begin(self) -> None:
-        """Drop all stored values and gradients of skip connections, before the next step or evaluation."""
+        """Drop all stored outputs and gradients of skip connections, before the next step or evaluation."""
         self._values.clear()
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Before the forward pass ``op``, store the skip inputs of its layer in ``saved``."""
+        """Before the forward pass ``op``, put the inputs that its layer gets over skip connections into ``saved``.
+
+        ``saved``: arrays kept for the backward pass.
+        """
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the forward pass ``op``, for later layers that use it."""
+        """Store ``y``, the output of the forward pass ``op``, for later layers that use it over skip connections."""
         # With ``dropped``, the activations are freed after this pass, so later units on this rank need a copy.
         if dropped:
             self.end(op)
@@ -70,20 +73,23 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, copy the skip gradients of its layer from ``saved``. Local."""
+        """After the backward pass ``op``, copy the gradients of its skip inputs from ``saved``, to send or add later.
+
+        ``saved``: arrays of this layer and micro-batch.
+        """
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """Free the skip inputs of the layer of ``op``, after its backward pass."""
+        """Free the inputs that the layer of ``op`` got over skip connections, after its backward pass."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
             self._neighbours.forget(op.microbatch, self._edge(skip))
 
     def send_activation(self, op: Operation, *, copy: bool) -> None:
-        """Send the output of layer ``op.source`` over a skip connection to the rank of layer ``op.unit``."""
+        """Send the output of layer ``op.source`` over a skip connection to the rank that computes layer ``op.unit``."""
         self._neighbours.send_activation(op, self._values.pop((op.microbatch, op.source, op.unit)), copy=copy)
 
     def send_gradient(self, op: Operation) -> None:
@@ -93,7 +99,10 @@ class SkipExchange:
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Store ``values`` that ``op`` received: layer outputs, or gradients with ``back=True``."""
+        """Store ``values``, which the operation ``op`` received over a skip connection.
+
+        They are layer outputs, or gradients with ``back=True``.
+        """
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -135,7 +144,10 @@ class Stages:
         draw: Draw | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Prepare to execute ``operations``. ``draw`` selects the dropout masks; None means evaluation."""
+        """Prepare to execute ``operations``. ``draw`` selects the dropout masks; None means evaluation.
+
+        ``batches``: micro-batches. ``scale``: factor of the loss, whose gradients start the backward pass.
+        """
         axis = self._context.context_axis
         cut = (lambda whole: whole) if axis is None else axis.cut
         inputs = [unpacked(x, cut) for x, _ in batches]
@@ -160,13 +172,13 @@ class Stages:
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each completed micro-batch that has samples, summed over its targets."""
+        """List of the loss of each completed micro-batch that has samples, summed over its targets."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of all targets since `begin`, or 0 if the loss has no weights."""
+        """Sum of the weights of all targets of this step or evaluation, or 0 if the loss has no weights."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property
@@ -229,7 +241,7 @@ class Stages:
         return self._launches.run(op, saved, call, moving=moving, still=still, parameters=parameters)
 
     def backward(self, op: Operation) -> None:
-        """Run the backward pass ``op`` of a layer, or its input-gradient half."""
+        """Run the backward pass of layer ``op.unit``, or the input-gradient half of a split backward pass."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
             self._attend(op)

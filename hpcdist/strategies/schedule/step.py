@@ -20,7 +20,7 @@ Handler: TypeAlias = Callable[[Operation], None]
 
 @dataclass(frozen=True)
 class RecomputeVerdict:
-    """Result of computing a suspicious step again."""
+    """Result of the second computation of a suspicious step: the suspicion, the faulty ranks, and a description."""
 
     suspicion: str
     ranks: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class RunningStep(Protocol):
         """Loss of each of this rank's micro-batches, summed over its targets."""
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return the gradients of the flat range ``part`` of one layer, or None on other ranks. Local."""
+        """Return the gradients of the flat range ``part`` of one layer, or None if other ranks have them. Local."""
 
     def compute_again(self) -> None:
         """Compute the current step a second time, to compare the results. Collective."""
@@ -85,20 +85,23 @@ class StepObserver:
     """Base class of step observers, which the executor calls during a step. Only `agreed` is collective."""
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return the function that executes operations of type ``kind``: ``handler`` or a wrapper of it."""
+        """Return the function to execute operations of type ``kind``: ``handler``, or a wrapper of ``handler``."""
         return handler
 
     def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
-        """Called before step ``number``. ``sizes``: samples per micro-batch."""
+        """Called before step ``number``. ``operations``: list to execute. ``sizes``: samples per micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Called after the backward operation ``op``."""
+        """Called after the backward operation ``op`` of the current ``step``."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Called before ``op`` exchanges this rank's complete gradients of the flat range ``op.part``."""
+        """Called before ``op`` exchanges this rank's complete gradients of the flat range ``op.part``.
+
+        ``step``: the step that is running.
+        """
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return numbers to sum over the ranks, in an array of the same length on all ranks. Local."""
+        """Return an array of this observer's numbers to sum over the ranks. Its length is equal on all ranks. Local."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
@@ -167,12 +170,15 @@ class PhaseTimer:
 
 
 class ProfilerRanges(Protocol):
-    """Interface of functions that open a profiler range (NVTX) around an operation."""
+    """Interface of a function that opens a profiler range (NVTX) around an operation."""
 
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return a context manager that opens a profiler range, and closes it even after errors."""
+        """Return a context manager that opens a profiler range, and closes it even after errors.
+
+        The range shows the ``phase``, the operation's ``name``, the micro-batch and the layer ``unit``.
+        """
 
 
 _NOTHING: Final = nullcontext()
@@ -181,7 +187,7 @@ _NOTHING: Final = nullcontext()
 def no_ranges(
     phase: str, name: str, microbatch: int = -1, unit: int = -1
 ) -> AbstractContextManager[object, bool | None]:
-    """Return a context manager that does nothing, for runs without a profiler."""
+    """Return a context manager that does nothing, for runs without a profiler. All arguments are ignored."""
     return _NOTHING
 
 
@@ -189,7 +195,10 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return ``handler`` wrapped in a profiler range that the function ``ranges`` opens."""
+    """Return ``handler`` wrapped in a profiler range of the ``phase``, such as "compute".
+
+    ``ranges``: function that opens the range.
+    """
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):
@@ -227,12 +236,12 @@ class NanFinder:
         self._awake = True
 
     def end(self) -> str | None:
-        """Stop the search; return a text about this rank's first non-finite value, or None."""
+        """Stop the search; return a text that names this rank's first non-finite value, or None if all were finite."""
         self._awake = False
         return self._found
 
     def look(self, name: str, values: Scalar) -> None:
-        """Search ``values`` for NaN and infinity. ``name``: their name in the error message."""
+        """Search ``values`` for NaN and infinity. ``name``: text that names the values in the error message."""
         if self._awake and self._found is None and not _finite(values):
             self._found = name
 

@@ -36,7 +36,10 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as an integer array with three rows: pass type, micro-batch and local model chunk. Local."""
+    """Return ``passes`` as an int64 array of shape (3, n), for n passes. Local.
+
+    Rows: pass type, micro-batch, and index of the model chunk on this rank.
+    """
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)
@@ -47,7 +50,10 @@ def compact(passes: Passes) -> np.ndarray:
 def program_of_passes(
     passes: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> Program:
-    """Return a `Program` for the simulator. ``passes``: `compact` array of each rank. Local."""
+    """Return a `Program` for the simulator. ``passes``: for each rank, the array from `compact`. Local.
+
+    ``costs``: time of each pass and message.
+    """
     rows = [_Row(passes[rank], placement, rank, recompute) for rank in range(placement.stages)]
     count = 1 + max((int(row.microbatch.max(initial=0)) for row in rows), default=0)
     code, chunk, way = (np.concatenate([getattr(row, name) for row in rows]) for name in ("code", "chunk", "way"))
@@ -117,7 +123,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return the `Peak` of each rank: its maximum numbers of micro-batches in progress. Local."""
+    """Return a tuple with the `Peak` of each rank: its maximum numbers of micro-batches in progress. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 
@@ -198,13 +204,16 @@ class StepTimeline:
 
     @property
     def makespan_rate(self) -> float:
-        """Idle fraction from the first to the last pass on any rank, averaged over the computing ranks."""
+        """Fraction of the time from the first to the last pass on any rank in which a rank is idle.
+
+        Mean over the ranks that compute.
+        """
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
 
     def critical_path(self) -> "list[CriticalSegment]":
-        """Return the operations and messages that determine the step time, without gaps. Local."""
+        """Return a list of the operations and messages that determine the step time, without gaps. Local."""
         program, times = self.program, self.times
         segments: list[CriticalSegment] = []
         entry = int(times.end_s.argmax()) if len(times.end_s) else -1
@@ -227,7 +236,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path: an operation, or the message that it receives."""
+    """Segment of the critical path: an operation, or the wait for the message that it receives."""
 
     rank: int
     entry: int
@@ -274,7 +283,10 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Simulate the operations ``steps`` of each rank; return the timeline. Raises ScheduleError in a deadlock."""
+    """Simulate a step; return its timeline. Raises ScheduleError in a deadlock.
+
+    ``steps``: operations of each rank. ``costs``: time of each pass and message.
+    """
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
@@ -282,6 +294,9 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Simulate the `compact` passes of each rank; return the timeline. Raises ScheduleError in a deadlock. Local."""
+    """Simulate the passes of each rank; return the timeline. Raises ScheduleError in a deadlock. Local.
+
+    ``rows``: for each rank, the array from `compact`. ``costs``: time of each pass and message.
+    """
     program = program_of_passes(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

@@ -24,7 +24,10 @@ NODE_SHARED: Final = "node_shared"
 
 
 def algorithm_on(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
-    """Return the name of the algorithm for allreduces of activations over ``comm``. Collective."""
+    """Return the name of the algorithm for allreduces of activations over ``comm``. Collective.
+
+    ``gradient_algorithm``: algorithm for gradients in the recipe.
+    """
     # If the recipe names no algorithm, ranks on CPUs that can share memory use "node_shared".
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return NODE_SHARED
@@ -52,12 +55,15 @@ class TensorAxis:
         self._timed(buffer, buffer, buffer, lambda: collectives.allreduce(self.comm, buffer, self.algorithm, op))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Sum ``buffer`` in place. Afterwards, only this rank's range ``shares[rank]`` is valid."""
+        """Sum ``buffer`` in place. Afterwards, only this rank's range ``shares[rank]`` is valid.
+
+        ``shares``: one range of the buffer per rank.
+        """
         share, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, buffer, share, lambda: halves.reduce_scatter(self.comm, buffer, shares))
 
     def all_gather(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Gather ``buffer`` in place: rank r sends its range ``shares[r]``."""
+        """All-gather ``buffer`` in place: each rank r sends its range ``shares[r]``."""
         share, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, share, buffer, lambda: halves.all_gather(self.comm, buffer, shares))
 
@@ -93,25 +99,40 @@ class Borders:
         self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the activations of all tokens, gathered into memory of ``saved`` if ``x`` is sharded."""
+        """Return the input activations of all tokens, for a layer with input ``x``.
+
+        If ``x`` is sharded by tokens, gather them into memory of ``saved``.
+        """
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradient ``dx`` over the ranks in place, and return this rank's shard."""
+        """Sum the input gradient ``dx`` over the ranks in place. Return the gradient of this rank's input.
+
+        ``saved``: arrays kept for the backward pass.
+        """
         self.axis.allreduce(dx.reshape(-1))
         return dx
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
-        """Return uninitialised memory for this rank's partial sum of the layer's output."""
+        """Return uninitialised memory for this rank's partial sum of the layer's output.
+
+        The array of ``shape`` and ``dtype`` is stored as ``name`` in ``saved``.
+        """
         return saved.empty(name, shape, dtype)
 
     def leave(self, partial: Array, name: str, saved: Saved) -> Array:
-        """Sum ``partial`` over the ranks, and return the sum for this rank's tokens."""
+        """Sum ``partial`` over the ranks, and return the sum for this rank's tokens.
+
+        ``name``: name of ``partial`` in ``saved``.
+        """
         self.axis.allreduce(partial.reshape(-1))
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the output gradient of all tokens, gathered into memory of ``saved`` if ``dy`` is sharded."""
+        """Return the output gradient of all tokens, for a layer with output gradient ``dy``.
+
+        If ``dy`` is sharded by tokens, gather it into memory of ``saved``.
+        """
         return dy
 
     def first_token(self, y: Array) -> int:

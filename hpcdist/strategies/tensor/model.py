@@ -201,7 +201,10 @@ def cut_model(
     sequence_parallel: bool = False,
     context: ContextAxis | None = None,
 ) -> Model:
-    """Return this rank's shard of the transformer ``model`` on the tensor axis. Collective over ``comm``."""
+    """Return this rank's shard of the transformer ``model`` on the tensor axis. Collective over ``comm``.
+
+    ``algorithm``: of the allreduces of activations.
+    """
     if comm.size == 1:
         return model
     if not isinstance(model.stages[0], TokenEmbedding):

@@ -25,7 +25,10 @@ class VocabularyEmbedding:
         self.borders, self.own, self.vocabulary = borders, rows, vocabulary
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return the embeddings of this rank's ``tokens``. Raises DataError on all ranks for an invalid token."""
+        """Return the embeddings of this rank's ``tokens``. Raises DataError on all ranks for an invalid token.
+
+        ``prefix``: start of the tensor names. ``saved``: arrays kept for the backward pass.
+        """
         table = parameters[f"{prefix}.weight"]
         check_tokens(tokens, self.vocabulary, "token")
         saved.keep(f"{prefix}.tokens", tokens)
@@ -38,7 +41,10 @@ class VocabularyEmbedding:
         return self.borders.leave(partial, f"{prefix}.y", saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the gradients of this rank's rows of the embedding table."""
+        """Add the gradients of this rank's rows of the embedding table. ``dy``: gradient of the embeddings.
+
+        ``prefix``: start of the tensor names.
+        """
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
@@ -58,7 +64,10 @@ class RowPositions:
         self.borders = borders
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add position embeddings to ``y`` (local tokens, hidden). ``context``: tokens per sample."""
+        """Add position embeddings to ``y``, of shape (local tokens, hidden), and return ``y``.
+
+        ``prefix``: start of the tensor names. ``context``: tokens per sample.
+        """
         assert context == self.borders.context
         if saved.documents is not None:
             y += namespace(y).take(parameters[f"{prefix}.weight"], self._places(saved.documents, y), axis=0)
@@ -68,7 +77,10 @@ class RowPositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add ``dy`` to the gradient of the position embeddings of this rank's tokens."""
+        """Add ``dy`` to the gradient of the position embeddings of this rank's tokens.
+
+        ``prefix``: start of the tensor names. ``saved``: arrays that `forward` kept.
+        """
         into, add = gradients.into(f"{prefix}.weight")
         if saved.documents is not None:
             add_to_positions(dy, self._places(saved.documents, dy), into, add)
@@ -96,7 +108,10 @@ class VocabularyCrossEntropy:
         self.axis, self.own, self.vocabulary = borders.axis, classes, vocabulary
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the loss summed over all tokens on the first rank, and 0 on the other ranks."""
+        """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
+
+        ``logits``: this rank's classes. ``saved``: arrays kept for the backward pass.
+        """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)
         saved.keep("cross_entropy.targets", targets)

@@ -72,7 +72,7 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
 
 
 def strategy_settings(recipe: Recipe, compression: str) -> StrategySettings:
-    """Return the settings of the strategy in ``recipe``, with the gradient compressor ``compression``."""
+    """Return the strategy settings of ``recipe``, with the gradient compressor ``compression``."""
     return StrategySettings(
         recipe.parallel.strategy,
         recipe.zero,
@@ -91,7 +91,10 @@ def assemble(
     script_model: Model | None = None,
     directory: Path | None = None,
 ) -> Trainer:
-    """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective."""
+    """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
+
+    ``resume_from``: checkpoint to restore. ``script_model``: model of a training script. ``directory``: of the run.
+    """
     # With ``script_model``, the script provides the batches. Without ``directory``, no faults of [chaos] are injected.
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision

@@ -39,7 +39,7 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 
 
 class SlowdownTimer:
-    """Calculator of sleep times after compute operations, to simulate a straggler."""
+    """Calculator of the times to sleep after compute operations, so that a rank acts as a straggler."""
 
     # Compute and sleep together take ``factor`` times the compute time, but at least ``factor * least_s`` seconds.
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -47,7 +47,7 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Return the seconds to sleep after an operation that took ``computed_s`` seconds."""
+        """Return the seconds to sleep after a compute operation that took ``computed_s`` seconds."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
@@ -99,7 +99,10 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """New file at ``path`` with an injected write or fsync failure."""
+    """New file at ``path`` whose write or fsync fails, to test the handling of I/O errors.
+
+    ``how``: type of failure. ``strikes``: function that returns True if the failure must happen now.
+    """
 
     # For "kill", ``strikes`` ends the process, also after half of the data.
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -107,7 +110,7 @@ class FailingFile(Overlay):
         self._how, self._strikes = how, strikes
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at ``offset``. A write past the middle of the file fails as planned."""
+        """Write ``data`` at byte ``offset``. The injected failure occurs at the middle of the file."""
         middle = os.fstat(self._fd).st_size // 2
         if self._how != "fsync" and offset + data.nbytes > middle:
             if self._how != "fail":
@@ -137,18 +140,18 @@ def kill_process() -> None:
 
 
 class FaultPlan:
-    """Faults to inject on ``rank``. Local."""
+    """Faults that the section [chaos] of the recipe injects on ``rank``. Local."""
 
     def __init__(self, config: ChaosConfig, rank: int, directory: Path) -> None:
         self._own = [fault for fault in config.faults if fault.rank == rank]
         self._directory = directory / MARKER_DIRECTORY
 
     def of_step(self, step: int) -> list[ChaosFault]:
-        """Return the faults to inject in ``step``, except faults of checkpoint files."""
+        """Return a list of the faults to inject in ``step``, except faults of checkpoint files."""
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Return True if ``fault`` must happen now: at its first call in this run directory, also after restarts."""
+        """Return True if ``fault`` must happen now: only at the first call per run directory, also after restarts."""
         # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
@@ -163,7 +166,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return the function that creates a checkpoint file after ``step``, possibly a failing one."""
+        """Return the function that creates checkpoint files after ``step``, possibly as `FailingFile`."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -264,7 +267,10 @@ def make_infinite(values: Array) -> None:
 
 
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
-    """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective."""
+    """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
+
+    ``writers``: recipe setting that selects the ranks that write checkpoints.
+    """
     # Examples: a disk error on a rank that writes no file, or corrupt parameters on a rank that keeps no parameters.
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)

@@ -37,7 +37,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
-    """Return the schedule in ``parallel.schedule_file``, or None without a file. Collective."""
+    """Return the `ScheduleText` in the file ``parallel.schedule_file``, or None without a file. Collective."""
     if parallel.order != FILE:
         return None
 
@@ -65,7 +65,10 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
 def check_exchange(
     parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
-    """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local."""
+    """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local.
+
+    ``schedule``: content of a schedule file, or None.
+    """
     # ``accumulates``: the strategy adds up the gradients of all micro-batches before it reduces them.
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
@@ -97,7 +100,11 @@ def plan_partition(
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Return the assignment of layers to pipeline stages, or None if there is only one stage. Collective."""
+    """Return the assignment of layers to pipeline stages, or None if there is only one stage. Collective.
+
+    ``whole``: unsharded model. ``local_model``: this rank's shard of it. ``documents``: pairs in packed documents.
+    ``origin``: checkpoint to resume from; it may contain an earlier assignment.
+    """
     # Local unless parallel.partition = "measured".
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -119,7 +126,10 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the assignment of the recipe's layers to pipeline stages, without MPI. Raises UsageError for one stage."""
+    """Return the assignment of the recipe's layers to pipeline stages, without MPI.
+
+    Raises UsageError if there is only one stage.
+    """
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
@@ -136,12 +146,15 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return the checkpoint scalars that store ``plan``, or {} if no times were measured. Local."""
+    """Return a dict of the checkpoint scalars that store ``plan``, or {} if no times were measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return the bytes of parameters, gradients and optimizer state on one rank, of ``replicas`` replicas."""
+    """Return the bytes of parameters, gradients and optimizer state on one rank, as `StateBytes`.
+
+    ``replicas``: number of ranks that ZeRO may shard over.
+    """
     # ``splits``: the schedule computes input gradients and weight gradients in separate passes.
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working

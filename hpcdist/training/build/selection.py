@@ -31,7 +31,7 @@ DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for
 
 @dataclass(frozen=True)
 class AlgorithmSelection:
-    """Collective algorithm of a run, and the source of this choice."""
+    """Collective algorithm that a run uses, and where the choice comes from, such as the recipe."""
 
     algorithm: str
     source: str  # "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default"
@@ -54,7 +54,10 @@ class AlgorithmSelection:
 def resolve_algorithm(
     session: Session, recipe: Recipe, model: Model, data: Communicator, origin: StateSource | None
 ) -> AlgorithmSelection:
-    """Return the algorithm that reduces gradients over ``data``, the same on all ranks. Collective over the world."""
+    """Return the algorithm that reduces gradients over ``data``, the same on all ranks. Collective over the world.
+
+    ``origin``: checkpoint to resume from, or None.
+    """
     # Raises an error if this run cannot use the recipe's algorithm.
     comm, requested = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
@@ -167,7 +170,10 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
 
 
 def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
-    """Return the gradient compression of a run, the same on all ranks. Collective over the world."""
+    """Return the gradient compression of a run, the same on all ranks. Collective over the world.
+
+    ``origin``: checkpoint to resume from. Its compressor is used again if the recipe says "auto".
+    """
     # With "auto" in the recipe, a resume on the same number of ranks keeps the compression of ``origin``.
     configured = recipe.communication.compression
     if configured != AUTO:

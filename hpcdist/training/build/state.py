@@ -41,7 +41,7 @@ REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}
 
 
 def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return the scalars, such as the seed, to store in a checkpoint after ``steps`` steps. Local."""
+    """Return a dict of the scalars, such as the seed, to store in a checkpoint after ``steps`` steps. Local."""
     numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
         numbers["noise_scale"] = trainer.noise.smoothed.state()
@@ -65,14 +65,17 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, Any]) -> SavePlan:
-    """Return the plan of a checkpoint after ``steps`` steps. ``more``: additional scalars. Local."""
+    """Return the `SavePlan` of a checkpoint after ``steps`` steps: its path, scalars, metadata and retention. Local.
+
+    ``directory``: directory of the checkpoints. ``more``: additional scalars.
+    """
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(more)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
     return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return degrees of parallelism, recipe and software versions for a checkpoint; {} except on rank 0. Local."""
+    """Return a dict for a checkpoint: degrees of parallelism, recipe, software versions. {} except on rank 0. Local."""
     if trainer.comm.rank:
         return {}
     axes = ("data", "pipeline", "tensor", "context", "expert")
@@ -92,7 +95,10 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Return a copy of ``trainer`` with the state of ``origin``. Raises DataError for changed data. Collective."""
+    """Return a copy of ``trainer`` with the state of the checkpoint ``origin``. Collective.
+
+    Raises DataError if the training data has changed.
+    """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
     optional = trainer.exchange.prepare_restore(optimizer_state if isinstance(optimizer_state, Mapping) else {})
@@ -146,7 +152,10 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 
 
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
-    """Load the parameters in checkpoint ``source``. Return {skipped tensor: reason}. Collective over the world."""
+    """Load the parameters in the checkpoint ``source``, without optimizer state. Collective over the world.
+
+    Return a dict {name of a skipped tensor: reason}.
+    """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
     tensors = {tensor.name: tensor for tensor in listing.stored_tensors(stored, {PARAMETERS})}

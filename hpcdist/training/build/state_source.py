@@ -71,11 +71,14 @@ class StateSource(Protocol):
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """Scalars of the state, such as the number of steps. Local."""
+        """Scalars of the state, such as the number of completed steps. Local."""
         ...
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill ``pieces``. Raises StorageError for a missing piece unless its kind is in ``optional``. Collective."""
+        """Read the arrays of ``pieces`` from the source. Collective.
+
+        Raises StorageError for a missing piece, unless its kind is in ``optional``.
+        """
         ...
 
 
@@ -88,7 +91,7 @@ class CheckpointSource:
 
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "CheckpointSource":
-        """Open the checkpoint at ``path``. All ranks raise the same error. Collective."""
+        """Open the checkpoint at ``path``: rank 0 reads its scalars. All ranks raise the same error. Collective."""
         return cls(path, on_first_rank(comm, lambda: scalars_of(path)))
 
     @cached_property
@@ -103,7 +106,10 @@ class CheckpointSource:
 
 
 def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
-    """Return the scalars of the checkpoint at ``path``, after checking their types. Raises StorageError. Local."""
+    """Return a dict of the scalars of the checkpoint at ``path``, after checking their types. Raises StorageError.
+
+    ``stored``: its contents, if already read. Local.
+    """
     scalars = (stored or manifest.load(path)).scalars
     try:
         msgspec.convert(scalars, _Scalars)
@@ -115,7 +121,10 @@ def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
 def from_intact_source(
     comm: Communicator, run_dir: Path, origin: StateSource | None, take: Callable[[StateSource | None], Result]
 ) -> tuple[Result, StateSource | None]:
-    """Return ``take(source)`` and ``source``: ``origin``, or if damaged the newest intact checkpoint. Collective."""
+    """Return (result of ``take(source)``, ``source``). ``take``: function that restores a state. Collective.
+
+    The source is ``origin``. If ``origin`` is damaged, it is the newest intact checkpoint in ``run_dir``.
+    """
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin
 

@@ -75,7 +75,7 @@ class Trainer:
 
     @property
     def data_axis(self) -> Communicator:
-        """Communicator with one rank of each replica. Replicas train on different samples."""
+        """Communicator of this rank's peers in the other replicas, which train on different samples."""
         return self.context.samplers
 
     @property
@@ -84,7 +84,7 @@ class Trainer:
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return an iterator over this replica's batches of the remaining steps, up to step ``steps``. Local."""
+        """Return an iterator over this replica's batches of the remaining steps, up to step number ``steps``. Local."""
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
         of = self.source, self.recipe, self.data_axis
@@ -95,20 +95,26 @@ class Trainer:
         return self.source.place(batch, self.recipe)
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
-        """Split ``batch``, this rank's samples of a step, into micro-batches. Local."""
+        """Return a list of the micro-batches of ``batch``, this rank's samples of a step. Local."""
         run = self.recipe.run
         if run.logical_shards:
             return data.shards(batch, run.global_batch // run.logical_shards, microbatches_of(self.recipe, self.grid))
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Train step ``number`` (from 1), and sum all ranks' ``stop_requests``. Collective."""
+        """Train step ``number`` (from 1), and sum all ranks' ``stop_requests``. Collective.
+
+        ``batches``: micro-batches of this rank's replica.
+        """
         samples, first = self.samples(number), self.first_sample(number)
         targets = self.targets(number) if self.recipe.data.packed else None
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
-        """Return the mean loss per target over all replicas, or NaN without targets. Collective."""
+        """Return the mean loss per target over all replicas, or NaN without targets. Collective.
+
+        ``rounds``: lists of micro-batches. ``parts``: micro-batches per round; ranks with fewer add empty ones.
+        """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
         for batches in rounds:
@@ -175,5 +181,8 @@ class Trainer:
 
 
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:
-    """Return the number of micro-batches of each rank in a step. Local."""
+    """Return the number of micro-batches of each rank in a step. Local.
+
+    ``grid``: the ranks along each axis of parallelism.
+    """
     return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches

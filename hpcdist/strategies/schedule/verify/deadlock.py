@@ -33,7 +33,7 @@ MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind 
 
 
 class PeerRanks:
-    """Peers of each rank on the axes of the process grid ``grid``."""
+    """Peers of each rank on the axes of the process grid ``grid``. Ranks after the grid are parameter servers."""
 
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
@@ -49,7 +49,7 @@ class PeerRanks:
         return self._places[rank]["pipeline"]
 
     def together(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that run compute collectives with ``rank``: its tensor, context and expert peers."""
+        """Return a tuple of the ranks in compute collectives with ``rank``: its tensor, context and expert peers."""
         return self._groups[self._group_of(rank)]
 
     def _group_of(self, rank: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class PeerRanks:
         return coordinates["pipeline"], replica // math.lcm(grid.context, grid.expert)
 
     def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """Return ``rank`` and the ranks whose grid coordinates differ from it only along ``axes``."""
+        """Return a tuple of ``rank`` and the ranks whose grid coordinates differ from it only along ``axes``."""
         if rank >= self.grid.size:
             return self.servers
         others = [other for other in ORDER if other not in axes]

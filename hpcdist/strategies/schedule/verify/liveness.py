@@ -27,7 +27,10 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Check the ``passes`` of all ranks and return each rank's `Peak`. Raises ScheduleError for invalid passes."""
+    """Check the ``passes`` of all ranks and return a list of each rank's `Peak`. Raises ScheduleError if invalid.
+
+    ``placement``: assignment of layers to ranks. ``names``: text that names each rank in messages.
+    """
     # Wrong: ranks wait for each other in a cycle, or a micro-batch does not pass exactly once forward and once back
     # through every chunk.
     names = names or [f"rank {rank}" for rank in range(len(passes))]
@@ -139,7 +142,7 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Operations of one rank, and the data to verify them."""
+    """Operations of one rank in a step, and the data to verify them, such as its layers and their ranges."""
 
     rank: int
     steps: Sequence[Operation]
@@ -153,7 +156,7 @@ class RankProgram:
     alone: bool  # no exchange is needed: there is no other replica or server
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (index, operation) of all operations whose type is in ``kinds``, in order."""
+        """Return a list of pairs (index, operation): all operations whose type is in ``kinds``, in order."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -168,7 +171,7 @@ class RankProgram:
         return [op.range for _, op in self.where(*kinds) if op.range is not None]
 
     def used_by(self, unit: int) -> set[int]:
-        """Return ``unit`` and the other model layers whose parameters layer ``unit`` uses."""
+        """Return a set: ``unit`` and the other model layers whose parameters layer ``unit`` uses."""
         return {unit, *self.needs.get(unit, ())}
 
     def refuse(self, why: str) -> ScheduleError:
@@ -200,7 +203,10 @@ def check_liveness(program: RankProgram) -> None:
 
 
 def gathered_peak(program: RankProgram) -> int:
-    """Return the largest number of layers gathered at once. Layers that are never freed do not count."""
+    """Return the largest number of layers that the rank's ``program`` has gathered at once.
+
+    Layers that are never freed do not count.
+    """
     freed = {op.unit for _, op in program.where(Kind.FREE)}
     gathered = most = 0
     for _, op in program.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
@@ -210,7 +216,7 @@ def gathered_peak(program: RankProgram) -> int:
 
 
 def activation_peak(program: RankProgram) -> tuple[Peak, int]:
-    """Return (`Peak` of micro-batches in progress, largest number of them with activations in memory)."""
+    """Return (`Peak` of micro-batches in progress, largest number of micro-batches with activations in memory)."""
     # The second result excludes micro-batches whose activations were freed and are not recomputed yet.
     chunks = program.place[0].of(program.place[1]) if program.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}

@@ -21,7 +21,7 @@ from hpcdist.strategies.schedule.verify.liveness import RankProgram
 
 @dataclass(frozen=True)
 class Proof:
-    """Memory use and message counts of a step whose operations were proven correct."""
+    """Memory use and message counts of a training step. Its operations were verified."""
 
     # Largest number of micro-batches on each pipeline rank, by state (``live`` to ``both``).
     live: tuple[int, ...]  # after forward, before backward (or its input-gradient half)
@@ -45,7 +45,10 @@ def verify(
     placement: StagePlacement | None = None,
     experts: Mapping[int, Range] | None = None,
 ) -> Proof:
-    """Prove that the operations of all ranks form one correct step. Raises ScheduleError if not. Local."""
+    """Check that the operations of all ranks form one correct step. Return a `Proof`; raises ScheduleError. Local.
+
+    ``lists``: operations of each rank.
+    """
     # ``units``: flat parameter range of each model unit. ``needs``: other units whose parameters a unit uses.
     # ``placement`` None: derived from ``lists``. ``experts``: flat range of each unit's experts, sharded over
     # ``grid.expert`` consecutive replicas.

@@ -14,7 +14,7 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(program: RankProgram) -> None:
-    """Raise ScheduleError if the program of a rank mixes parameters with neighbours in a wrong order."""
+    """Raise ScheduleError if the rank's ``program`` mixes parameters with neighbours in a wrong order (gossip)."""
     # MIX_START starts the exchange with neighbours, MIX_WAIT waits for their parameters, MIX averages. Parameters must
     # not change between MIX_START and MIX_WAIT.
     in_flight: list[Operation] = []
