@@ -249,7 +249,7 @@ def unfinished_states(run_dir: Path) -> Mapping[str, str]:
 
 
 def script_path(job: BatchJob, site: SiteProfile) -> Path:
-    """Return the path at which `hpcdist submit` stores the script of ``job``."""
+    """Return the path at which `hpcdist submit` stores the script of ``job``. ``site`` selects the file type."""
     suffix = TEMPLATES[site.scheduler.kind].removeprefix("train.").removesuffix(".j2")
     link = f"-{job.link}" if job.links > 1 else ""
     return job.run_dir / f"job{link}.{suffix}"

@@ -399,7 +399,7 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return {name of each complete checkpoint: its write time in ns}, newest first."""
+    """Return {name of a complete checkpoint in ``run_dir``: its write time in ns}, newest first."""
     written_ns = {}
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")

@@ -165,7 +165,10 @@ def log_of(job: str) -> str:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel unfinished jobs. ``jobs``: ids of jobs or array tasks. Raises MissingCapabilityError on failure."""
+    """Cancel all unfinished jobs among ``jobs``, the ids of jobs or array tasks.
+
+    Raises MissingCapabilityError on failure.
+    """
     code, _, complaint = _run("scancel", *jobs)
     if code and "already completing or completed" not in complaint.lower():
         raise MissingCapabilityError(f"scancel failed: {complaint or f'exit code {code}'}; try again")

@@ -156,7 +156,7 @@ def _cells(row: StatusRow, now_ns: int) -> list[str]:
 
 
 def jsonable(row: StatusRow) -> dict[str, Any]:
-    """Return a table row as a dict of JSON values. Unknown values are None."""
+    """Return the status table ``row`` as a dict of JSON values. Unknown values are None."""
     state, job = row.state, row.job
     saved_utc = (
         datetime.fromtimestamp(row.saved.ns / 1e9, UTC).isoformat(timespec="seconds") if row.saved.name else None
