@@ -132,10 +132,7 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary of the run in ``directory`` as {figure name: value, or None if unknown}. Collective.
-
-    ``outcome``: steps of this start. ``entropies``: n-gram entropies of the training text, used on rank 0.
-    """
+    """Return {figure name: value, or None if unknown} of the run in ``directory``, from all ranks. Collective."""
     # ``entropies``: n-gram entropies of the training text, used on rank 0.
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
