@@ -223,7 +223,10 @@ def load_selected(named: str | None, environment: Mapping[str, str] = os.environ
 
 
 def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
-    """Return ({recipe key: value} from the site profile ``named``, a name or path, and the path of the profile)."""
+    """Return (nested dict of the recipe settings in the site profile ``named``, path of the profile).
+
+    ``named``: name or path of the profile. ``environment``: environment variables, which set the search path.
+    """
     path = path_of(named, environment)
     return load(named, environment).recipe, path
 

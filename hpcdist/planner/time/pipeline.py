@@ -268,8 +268,8 @@ def closed_pipe(
 ) -> PipelineTime:
     """Return the step time of a pipeline by a closed formula, from the times of its ``ranks``.
 
-    ``ranks``: (times, number of ranks) pairs. ``slowest``: the slowest of them. ``message_s``: seconds of a message
-    between neighbours.
+    ``ranks``: (times, number of ranks) pairs. ``slowest``: times of the slowest rank. ``message_s``: seconds of a
+    message between neighbours.
     """
     others = slowest.seconds
     if layout.pipeline > 1:

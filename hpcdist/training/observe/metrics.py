@@ -57,7 +57,8 @@ class RunMetrics:
     ) -> None:
         """Add this rank's metrics row of ``step``. ``seconds``: {phase of the step: seconds}. Local.
 
-        ``tokens``: number of tokens in the step. ``sent_bytes``: bytes that this rank sent.
+        ``tokens``: number of targets in the step's loss, over all replicas. ``sent_bytes``: bytes that this
+        rank sent.
         """
         self._common.append((step, loss, learning_rate, tokens))
         figures = {**seconds, "sent_bytes": sent_bytes}

@@ -104,9 +104,9 @@ def plan(
 
 
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
-    """Plan ``subject``, a model with layout and batch, on ``cluster``. Raises ConfigurationError if impossible.
+    """Return the `PlanEstimate` of ``subject``, a model with layout and batch, on ``cluster``.
 
-    A lack of memory is no error.
+    Raises ConfigurationError for an impossible layout. A lack of memory is no error.
     """
     # ``simulate``: simulate the pipeline if the simulator is available. A lack of memory is no error.
     description, layout, batch = subject.description, subject.layout, subject.global_batch
