@@ -41,7 +41,7 @@ class ArrayJob(BatchJob):
 
     @property
     def array(self) -> str:
-        """Task range in sbatch syntax, such as 0-9%4."""
+        """Task numbers as a Slurm --array value, such as 0-9%4: tasks 0 to 9, at most 4 at a time."""
         return f"0-{self.count - 1}" + (f"%{self.at_most}" if self.at_most else "")
 
 
@@ -116,7 +116,7 @@ class ScriptArrayJob(ArrayJob):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeJob(BatchJob):
-    """Job that merges the results of a `SweepJob` into one file after all tasks have ended."""
+    """Job that merges the per-task result files of a `SweepJob` into one file, after all tasks have ended."""
 
     template: ClassVar[str] = "merge.sbatch.j2"
 
@@ -158,7 +158,7 @@ class BenchmarkJob(BatchJob):
 
     @property
     def on_all_ranks(self) -> bool:
-        """True if all ranks of the job run the benchmark together, False if the benchmark starts the ranks itself."""
+        """True if the job script starts the benchmark on all ranks, False if the benchmark starts its ranks itself."""
         return self.suite != SWEEP
 
 

@@ -64,11 +64,17 @@ class CarbonForecast:
         return self.begin <= begin and end <= self.end
 
     def mean(self, begin: datetime, duration: timedelta) -> float:
-        """Return the mean intensity in gCO2/kWh over ``duration`` from ``begin``. The forecast must cover this time."""
+        """Return the mean intensity in gCO2/kWh from ``begin`` to ``begin + duration``.
+
+        The forecast must cover this interval.
+        """
         return float(self.total(begin, duration) / (duration // _US))
 
     def total(self, begin: datetime, duration: timedelta) -> Fraction:
-        """Return the exact integral of the intensity over ``duration`` from ``begin``, in gCO2/kWh x microseconds."""
+        """Return the exact integral of the intensity from ``begin`` to ``begin + duration``.
+
+        Unit: gCO2/kWh x microseconds.
+        """
         return self._until(begin + duration) - self._until(begin)
 
     @cached_property
@@ -179,7 +185,7 @@ class CarbonWindow:
         return 100 * (1 - self.mean_g_per_kwh / self.now_g_per_kwh) if self.now_g_per_kwh else 0.0
 
     def saving_g(self, power_w: float) -> float | None:
-        """Return the CO2 in grams that a job of ``power_w`` watts saves compared with a start now, or None."""
+        """Return the CO2 saving of a job of ``power_w`` watts in grams, compared with a start now. None: unknown."""
         if not (math.isfinite(power_w) and power_w > 0):
             raise UsageError(f"--power {power_w} is invalid; give the power of the whole job in W, above 0, e.g. 2400")
         if self.now_g_per_kwh is None:
@@ -190,9 +196,10 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the `CarbonWindow` with the least mean intensity for a job of ``duration_s`` seconds.
+    """Return the start time, as a `CarbonWindow`, with the least mean intensity for a job of ``duration_s`` seconds.
 
-    Raises UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
+    ``now``: earliest start. ``deadline``: latest end. Raises UsageError if the deadline is too soon, and
+    ConfigurationError if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
     if duration <= timedelta(0):
@@ -224,9 +231,10 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
 def plan_begin(
     path: Path, deadline_text: str | None, walltime_s: int | None, now: datetime, power_w: float | None = None
 ) -> tuple[datetime, list[str]]:
-    """Return the start time of a job with the least CO2, and text lines that explain it. ``path``: forecast (CSV).
+    """Return the start time with the least CO2 for a job of ``walltime_s`` seconds, and text lines that explain it.
 
-    Raises UsageError, ConfigurationError or StorageError.
+    ``path``: carbon forecast (CSV). ``deadline_text``: latest end, as text for `deadline_of`. ``power_w``: power of
+    the job, or None. Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")
@@ -246,7 +254,7 @@ def _comparison_text(window: CarbonWindow, power_w: float | None) -> str:
 
 
 def deadline_of(text: str, now: datetime) -> datetime:
-    """Return the time of a deadline: a duration from ``now`` (24h, D-HH:MM:SS), or an ISO time. Raises UsageError."""
+    """Convert ``text`` to a time: a duration from ``now`` (24h, D-HH:MM:SS), or an ISO time. Raises UsageError."""
     # Durations: 2d, 24h, 90m, D-HH:MM:SS, HH:MM:SS or whole minutes. An ISO time without a zone is local; of two equal
     # local times (clock change), use the first.
     short = _DURATION.fullmatch(text)
@@ -267,7 +275,11 @@ def deadline_of(text: str, now: datetime) -> datetime:
 
 
 def begin_text(begin: datetime, scheduler: str = "slurm") -> str:
-    """Format ``begin`` in local time for sbatch or qsub. Raises ConfigurationError for a time that occurs twice."""
+    """Format the start time ``begin`` for ``scheduler``, in local time.
+
+    ``scheduler``: "slurm" or "pbs". Raises ConfigurationError for a local time that occurs twice because the clocks
+    change.
+    """
     # An ambiguous time is an error only if the command would use the wrong occurrence.
     moment = begin.replace(microsecond=0)
     local = moment.astimezone()

@@ -30,7 +30,10 @@ _PATHS: Final = {
 
 
 def folder(name: str) -> Path:
-    """Return the path of this installation's data folder ``name``. Raises MissingCapabilityError if it is missing."""
+    """Return the path of the data folder ``name``, such as job templates, which is installed with hpcdist.
+
+    Raises MissingCapabilityError if the installation lacks it.
+    """
     clone = Path(hpcdist.__file__).resolve().parents[1]
     places = [root / _PATHS[name] for root in (Path(str(files("hpcdist.batch"))), clone)]
     for place in places:
@@ -204,7 +207,7 @@ class BatchJob:
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """Set of the numbers of GPUs per node: worker nodes and parameter server nodes may differ."""
+        """Set of the distinct numbers of GPUs per node. Worker nodes and parameter server nodes may differ."""
         return {self.gpus_per_node}
 
     @property
@@ -213,12 +216,15 @@ class BatchJob:
         return ()
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the job's log. ``folder``: directory of the submission. ``number``: job number."""
+        """Return the path of the job's log. ``folder``: directory of the log file. ``number``: job id."""
         return folder / f"hpcdist-{number}.out"
 
 
 def walltime_s(text: str, option: str = "--time") -> int:
-    """Convert D-HH:MM:SS, HH:MM:SS or minutes to seconds. Other texts raise UsageError, which names ``option``."""
+    """Convert ``text``, D-HH:MM:SS, HH:MM:SS or minutes, to seconds. Other texts raise UsageError.
+
+    ``option``: command-line option of the text, for the error message.
+    """
     match, seconds = _WALLTIME.fullmatch(text), 0
     if match is None:
         seconds = int(text) * 60 if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
@@ -234,7 +240,10 @@ def walltime_s(text: str, option: str = "--time") -> int:
 
 
 def memory_mib(text: str, option: str = "--mem") -> float:
-    """Convert a size such as 4000 (MiB) or 200G to MiB. Other texts raise UsageError, which names ``option``."""
+    """Convert ``text``, a size such as 4000 (MiB) or 200G, to MiB. Other texts raise UsageError.
+
+    ``option``: command-line option of the text, for the error message.
+    """
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r}: expected MiB, or a number with K, M, G or T; for example 4000 or 200G")

@@ -49,7 +49,7 @@ class LedgerJob:
         return next((entry for entry in reversed(self.entries) if entry.event == event), None)
 
     def text(self, name: str) -> str:
-        """Return the newest string for the key ``name`` in this job's entries, or "" if no entry has one."""
+        """Return the newest text value of the key ``name`` in this job's entries, or "" if no entry has the key."""
         return next((value for entry in reversed(self.entries) if (value := entry.text(name))), "")
 
     @property
@@ -71,7 +71,7 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append an entry of type ``event`` with ``**values`` to the journal of ``run_dir``. Raises StorageError."""
+    """Append an entry of type ``event`` to the journal of ``run_dir``. ``**values``: its keys. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         run_journal.append(run_dir, event, **values)
@@ -83,7 +83,7 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
 
 
 def read(run_dir: Path) -> list[JournalEntry]:
-    """Return the entries of jobs in the journal of ``run_dir``, oldest first. Raises StorageError."""
+    """Return the journal entries of ``run_dir`` that belong to batch jobs, oldest first. Raises StorageError."""
     return [entry for entry in run_journal.read(run_dir) if entry.job]
 
 
@@ -96,7 +96,7 @@ def jobs(entries: Sequence[JournalEntry]) -> dict[str, LedgerJob]:
 
 
 def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
-    """Return the ids of the jobs that continue the run after ``job``, in order. ``jobs``: all jobs by id."""
+    """Return the ids of the jobs that follow the job id ``job`` in its chain, in order. ``jobs``: all jobs by id."""
     links: list[str] = []
     for other in jobs.values():
         submitted = other.last(SUBMITTED)
@@ -108,13 +108,19 @@ def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
 
 
 def registry(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the file with this user's list of run directories. The file may not exist yet."""
+    """Return the path of the file with this user's list of run directories. The file may not exist yet.
+
+    ``environment``: environment variables, which locate the state directory.
+    """
     home = environment.get("XDG_STATE_HOME") or os.path.join(environment.get("HOME") or "~", ".local", "state")
     return Path(home).expanduser() / "hpcdist" / REGISTRY
 
 
 def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Add ``run_dir`` to this user's list of run directories. Prints a warning if the list cannot be written."""
+    """Add ``run_dir`` to this user's list of run directories. Prints a warning if the list cannot be written.
+
+    ``environment``: environment variables, which locate the list.
+    """
     path, place = registry(environment), os.path.abspath(run_dir)
     try:
         if any(value.get("run_dir") == place for value in regular.json_objects(path)):
@@ -130,7 +136,10 @@ def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def registered_runs(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the directories of this user's submitted runs that still exist, newest last. Raises StorageError."""
+    """Return the paths of this user's submitted runs that still exist, newest last. Raises StorageError.
+
+    ``environment``: environment variables, which locate the list of runs.
+    """
     path = registry(environment)
     try:
         places = [value.get("run_dir") for value in regular.json_objects(path)]
@@ -163,13 +172,13 @@ class NewestCheckpoint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Training step of the checkpoint, or 0 if its name does not tell it."""
+        """Number of training steps before the checkpoint, or 0 if the name has another form than "step-N"."""
         number = self.name.removeprefix("step-")
         return int(number) if number.isdecimal() else 0
 
 
 class RequeueVerdict(NamedTuple):
-    """Decision whether a job is requeued: ``word`` is "again" or "stop". ``lost``: nodes that do not answer."""
+    """Decision to requeue a job (``word`` "again") or not ("stop"). ``lost``: names of nodes that do not answer."""
 
     word: str
     reason: str
@@ -188,7 +197,8 @@ def decide(
 ) -> RequeueVerdict:
     """Decide whether to requeue the job with the id ``job``, which ended with exit code ``code``. Local.
 
-    ``restart``: number of earlier requeues of the job. ``saved``: newest checkpoint of its run.
+    ``entries``: journal of the run. ``restart``: number of earlier requeues of the job. ``saved``: newest
+    checkpoint of the run.
     """
     ledger_job = jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -217,7 +227,11 @@ def decide(
 
 
 def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, digest: str) -> list[JournalEntry]:
-    """Return the `began` entries of the latest consecutive job starts that made no checkpoint newer than ``saved``."""
+    """Return the `began` entries of the latest consecutive job starts that made no checkpoint newer than ``saved``.
+
+    ``entries``: journal of the run. ``digest``: hash of the recipe, or the command line. A start with another
+    digest ends the series.
+    """
     # ``digest``: hash of the recipe, or the command line of a program. Starts of cancelled jobs do not count.
     starts: list[JournalEntry] = []
     entries = list(entries)
@@ -232,7 +246,7 @@ def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, d
 
 
 def node_count(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of nodes of the current job from environment variables, or None if unknown. Local."""
+    """Return the current job's number of nodes, from the variables in ``environment``, or None if unknown. Local."""
     for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
         if environment.get(name, "").isdecimal():
             return int(environment[name])

@@ -40,7 +40,7 @@ class Installation:
     python_path: bool  # True if Python finds the package only with PYTHONPATH=`home`
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError if the package lacks the command libexec/hpcdist."""
+        """Raise ConfigurationError if the package lacks libexec/hpcdist, the only command in its folder."""
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
@@ -166,7 +166,7 @@ def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) 
 
 
 def source() -> dict[str, Any]:
-    """Return the table of texts and variables from which Lua and Tcl modulefiles are rendered."""
+    """Return the TOML table of help texts and variable names that all modulefiles contain."""
     return tomllib.loads((job.folder(job.MODULEFILES) / f"{NAME}.toml").read_text(encoding="utf-8"))
 
 

@@ -164,7 +164,7 @@ class SiteLimits:
     mem_per_node: str = ""
 
     def with_defaults(self, general: "SiteLimits") -> "SiteLimits":
-        """Return these limits, with unknown values replaced by ``general``, such as the limits of the site."""
+        """Return a copy of these limits, with unknown values taken from ``general``, such as the limits of the site."""
         limits = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
         return replace(general, **limits)
 
@@ -224,7 +224,10 @@ class SiteProfile:
             )
 
     def complete(self, job: BatchJob) -> BatchJob:
-        """Return ``job`` with this site's defaults for options that are not set by the job or its ``sbatch_args``."""
+        """Return a copy of ``job`` with this site's defaults for options that the job leaves unset.
+
+        Options in its ``sbatch_args`` count as set.
+        """
         options = [argument.partition("=")[0] for argument in job.sbatch_args]
         changes: dict[str, Any] = {}
         for name in ("partition", *RESOURCES):
@@ -239,7 +242,7 @@ class SiteProfile:
         return replace(job, **changes) if changes else job
 
     def root_of(self, path: PurePath) -> StorageRoot | None:
-        """Return the innermost storage root that contains ``path``, or None."""
+        """Return the innermost `StorageRoot` (directory that all nodes see) that contains ``path``, or None."""
         holding = [root for root in self.storage.roots if path.is_relative_to(root.path)]
         return max(holding, key=lambda root: len(PurePosixPath(root.path).parts), default=None)
 

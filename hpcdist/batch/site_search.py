@@ -115,7 +115,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
 
 
 def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
-    """Return the limits for ``job``, and a text that names the site, partition or QOS that sets them."""
+    """Return the `SiteLimits` for ``job``, and a text that names the partition, QOS or site that sets them."""
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:
         if job.partition not in site.partitions:
@@ -132,7 +132,7 @@ def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: dict from purpose to path."""
+    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: {purpose: path}."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
@@ -163,7 +163,10 @@ def shipped_folders() -> list[Path]:
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return a dict from the name of each site profile to its path. The first folder with a name takes precedence."""
+    """Return {name of a site profile: its path}. The first folder with a name takes precedence.
+
+    ``environment``: environment variables, which set the search path.
+    """
     paths: dict[str, Path] = {}
     for folder in folders(environment):
         for path in sorted(folder.glob("*.toml")):
@@ -172,7 +175,10 @@ def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
 
 
 def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown name."""
+    """Return the path of the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown name.
+
+    ``environment``: environment variables, which set the search path.
+    """
     if os.sep in named or named.endswith(".toml"):
         return Path(named).expanduser()
     profiles = names(environment)
@@ -185,7 +191,10 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Read the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown or invalid profile."""
+    """Read the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown or invalid profile.
+
+    ``environment``: environment variables, which set the search path.
+    """
     path = path_of(named, environment)
     tree = _load_tables(path, environment, ())
     try:
@@ -196,7 +205,10 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Read the site profile ``named``, or else the one in $HPCDIST_SITE, or a generic one for the commands on PATH."""
+    """Read the site profile ``named``, or if None the profile that ``environment`` sets as HPCDIST_SITE.
+
+    Without both, read a generic profile for the scheduler commands on PATH.
+    """
     named = named or environment.get(VARIABLE)
     if named:
         return load(named, environment)
@@ -211,7 +223,10 @@ def load_selected(named: str | None, environment: Mapping[str, str] = os.environ
 
 
 def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
-    """Return the recipe settings in the site profile ``named`` (a name or path), and the path of the profile."""
+    """Return (nested dict of the recipe settings in the site profile ``named``, path of the profile).
+
+    ``named``: name or path of the profile. ``environment``: environment variables, which set the search path.
+    """
     path = path_of(named, environment)
     return load(named, environment).recipe, path
 

@@ -71,7 +71,7 @@ def render(job: BatchJob, site: SiteProfile) -> str:
 
 
 def environment() -> Templates:
-    """Return the Jinja templates for job scripts. Rendering an undefined variable is an error."""
+    """Return the Jinja environment that renders job scripts. Rendering an undefined variable is an error."""
     return _environment(batch_job.folder(batch_job.TEMPLATES))
 
 
@@ -175,13 +175,16 @@ class SubmittedJob:
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return the chain of jobs to submit for ``job`` in sequence, as pairs (job, job script text). Local."""
+    """Return the jobs to submit for ``job``, in order, as a list of pairs (job, text of its script). Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
-    """Submit ``links``, pairs (job, script text) of a chain. Yield a `SubmittedJob` for each. Raises HpcdistError."""
+    """Submit ``links``, pairs (job, script text) of a chain, at ``site``. Yield a `SubmittedJob` for each.
+
+    ``folder``: directory of the logs. Each job starts after the previous job has ended. Raises HpcdistError.
+    """
     # Each job starts after the previous job has ended, and is recorded before the next job is submitted. ``folder`` is
     # for the logs.
     if site.scheduler.kind == "slurm":
@@ -210,7 +213,7 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
 
 
 def script_with_input(job: BatchJob, text: str) -> str:
-    """Return the job script ``text`` for `--dry-run`, followed by the input file of ``job`` as comment lines."""
+    """Return the job script ``text``, followed by the input file of ``job`` as comment lines, for `--dry-run`."""
     if not job.input_text:
         return text
     lines = "".join(f"#: {line}\n" for line in job.input_text.removesuffix("\n").split("\n"))
@@ -219,7 +222,7 @@ def script_with_input(job: BatchJob, text: str) -> str:
 
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
-    """Lock ``run_dir`` in a ``with`` block, so that no other process submits a job for it. Raises StorageError."""
+    """Lock ``run_dir`` in a ``with`` block, so that no other process submits jobs for the run. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(run_dir / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -236,7 +239,7 @@ def exclusive(run_dir: Path) -> Iterator[None]:
 
 
 def unfinished_states(run_dir: Path) -> Mapping[str, str]:
-    """Return a dict from job number to state, as the scheduler reports it, of the unfinished jobs of ``run_dir``."""
+    """Return {job id: scheduler's state} of the jobs of ``run_dir`` that have not ended. Raises StorageError."""
     from hpcdist.batch.schedulers import dispatch
 
     states = dispatch.states(job.id for job in ledger.jobs(ledger.read(run_dir)).values() if not job.is_ended)
@@ -246,7 +249,7 @@ def unfinished_states(run_dir: Path) -> Mapping[str, str]:
 
 
 def script_path(job: BatchJob, site: SiteProfile) -> Path:
-    """Return the path at which `hpcdist submit` stores the script of ``job``."""
+    """Return the path at which `hpcdist submit` stores the script of ``job``. ``site`` selects the file type."""
     suffix = TEMPLATES[site.scheduler.kind].removeprefix("train.").removesuffix(".j2")
     link = f"-{job.link}" if job.links > 1 else ""
     return job.run_dir / f"job{link}.{suffix}"

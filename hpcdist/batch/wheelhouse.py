@@ -71,7 +71,7 @@ class Wheel:
         return cls(path, parsed.name, parsed.version, extras, str(message.get("Requires-Python", "")))
 
     def check(self, *, extras: Sequence[str], python: str) -> None:
-        """Raise UsageError if the wheel lacks one of the extras (keyword ``extras``), or needs a newer Python."""
+        """Raise UsageError if the wheel lacks one of the ``extras`` (keyword argument), or needs a newer Python."""
         for extra in extras:
             if extra not in self.extras:
                 raise UsageError(f"hpcdist has no extra {extra!r}; {suggestion(extra, sorted(self.extras))}")

@@ -29,7 +29,7 @@ set_option = click.option(
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return a decorator that applies several click ``options`` to a command, in help order."""
+    """Return a decorator that applies the click decorators ``*options`` to a command, in the order of the help text."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):

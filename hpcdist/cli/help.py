@@ -140,7 +140,7 @@ def page(topic: str) -> str:
 
 
 def styled(text: str) -> str:
-    """Render Markdown for the terminal, wrapped at its width."""
+    """Return the Markdown ``text`` formatted for the terminal and wrapped at its width."""
     from rich.console import Console
     from rich.markdown import Markdown
 

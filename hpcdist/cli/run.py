@@ -349,8 +349,8 @@ def check_training(
 ) -> None:
     """Raise errors of the `hpcdist train` line ``command`` that can be detected before its ranks start. Local.
 
-    ``ranks``: number of training ranks, or None if unknown. ``elsewhere``: the ranks may see other files, as in a
-    container.
+    ``ranks``: number of training ranks, or None if unknown. ``survive``, ``spares``: options of `hpcdist run`.
+    ``elsewhere``: the ranks may see other files, as in a container.
     """
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements
@@ -399,7 +399,7 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return {name of each complete checkpoint: its write time in ns}, newest first."""
+    """Return {name of a complete checkpoint in ``run_dir``: its write time in ns}, newest first."""
     written_ns = {}
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")
@@ -410,10 +410,10 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
 
 
 def progress(run_dir: Path) -> dict[str, int]:
-    """Return {name: write time in ns} of what a job saved in ``run_dir``, newest first. Local.
+    """Return {name: write time in ns} of the checkpoints in ``run_dir``, newest first. Local.
 
-    These are the checkpoints of hpcdist. A script may have others: then the checkpoint that `hpcdist.torch.saved`
-    reported, or else the newest file that is neither of hpcdist nor a log.
+    A script may have other checkpoints than hpcdist: then the checkpoint that `hpcdist.torch.saved` reported, or
+    else the newest file that is neither of hpcdist nor a log.
     """
     if (saved := checkpoints(run_dir)) or (run_dir / RECIPE_FILE).exists():
         return saved

@@ -64,7 +64,10 @@ def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, 
 
 
 def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
-    """Return the recipe for ``options`` of `hpcdist train`. Raises ConfigurationError, UsageError. Local."""
+    """Return the recipe that ``options``, {option of `hpcdist train`: value}, select and change. Local.
+
+    Raises ConfigurationError, UsageError.
+    """
     from hpcdist.training.recipe import recipe as recipes
 
     overrides: tuple[str, ...] = options["overrides"]
@@ -76,7 +79,7 @@ def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
 
 
 def time_limit_s(walltime: str | None) -> int | None:
-    """Return ``walltime``, the value of --time-limit, in seconds, or None. Raises UsageError."""
+    """Convert ``walltime``, the value of --time-limit, to seconds. Return None for None. Raises UsageError."""
     from hpcdist.batch.job import walltime_s
 
     return None if walltime is None else walltime_s(walltime, "--time-limit")

@@ -36,7 +36,10 @@ class LayoutProblem(NamedTuple):
 def grid_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield the problems of the data, pipeline, tensor, context and expert parallel sizes of ``layout``."""
+    """Yield a problem for each impossible data, pipeline, tensor, context or expert parallel size of ``layout``.
+
+    ``description``: model. ``cluster``: its devices. ``global_batch``: samples per step.
+    """
     yield from _devices(layout, cluster)
     yield from _tensor(description, layout)
     yield from _context(description, layout)
@@ -46,7 +49,10 @@ def grid_problems(
 
 
 def order_problems(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield the problems of the pipeline schedule, the model chunks and the micro-batches of ``layout``."""
+    """Yield a problem for each impossible pipeline schedule, number of chunks or micro-batch size of ``layout``.
+
+    ``description``: model. ``global_batch``: samples per step.
+    """
     if layout.chunks > 1:
         parts = layout.pipeline * layout.chunks
         yield from _layers(description, layout, parts, f" x chunks {layout.chunks} = {parts} parts")
@@ -291,7 +297,10 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield all problems of ``layout`` except lack of memory."""
+    """Yield a `LayoutProblem` for each reason, except lack of memory, why ``layout`` is impossible.
+
+    ``description``: model. ``global_batch``: samples per step.
+    """
     invalid = tuple(LayoutProblem("value", text) for text in layout.invalid_fields())
     wrong = (*size_problems(description, layout.devices, global_batch), *invalid)
     if wrong:
@@ -302,7 +311,10 @@ def shape_problems(
 
 
 def size_problems(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield a problem for each number (model size, batch, devices) that is outside the planner's limits."""
+    """Yield a problem for each number (model size, batch, devices) that exceeds the planner's limits.
+
+    ``description``: model. ``global_batch``: samples per step.
+    """
     for name, most in MOST.items() if description.shape else ():
         size = getattr(description.shape, name)
         if size > most:
@@ -367,12 +379,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout``, or () if ``layout`` is for another program."""
+    """Return the reasons why hpcdist cannot run ``layout``, or () if the layout is for another program."""
     return () if layout.kernels.is_published else refusals(layout)
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout``, even if ``layout`` is for another program."""
+    """Return the reasons why hpcdist could not run ``layout``, even if the layout is for another program."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

@@ -42,7 +42,10 @@ class Kernels:
     blocks_on_messages: ClassVar[bool] = False  # a pipeline rank cannot compute until its messages are complete
 
     def update_bytes(self, optimizer_bytes: int, gradient_bytes: int, *, is_narrow: bool) -> int:
-        """Return the memory traffic of gradient norm and optimizer update, in bytes per parameter."""
+        """Return the memory traffic of gradient norm and optimizer update, in bytes per parameter.
+
+        ``optimizer_bytes``: traffic of the update. ``gradient_bytes``: size of a stored gradient element.
+        """
         return 2 * gradient_bytes + optimizer_bytes
 
 

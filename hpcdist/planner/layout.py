@@ -64,7 +64,7 @@ class ParallelLayout:
     gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
-        """Return a copy of the layout with the fields that the keyword arguments set."""
+        """Return a copy of the layout in which the keyword arguments replace fields."""
         layout = object.__new__(ParallelLayout)  # faster than `dataclasses.replace`
         layout.__dict__.update(self.__dict__, **changed)
         if len(layout.__dict__) > len(self.__dict__):
@@ -81,12 +81,12 @@ class ParallelLayout:
 
     @property
     def channels(self) -> bool:
-        """Whether a collective uses all links of a node at once, as with NCCL but not with MPI."""
+        """True if a collective uses all links of a node at once, as with NCCL; False as with MPI."""
         return self.library == "nccl" if self.library else self.kernels.library == "nccl"
 
     @property
     def computes_in(self) -> str:
-        """Precision of activations, of their gradients, and of matrix products."""
+        """Data type of activations, of their gradients, and of matrix products."""
         return "float32" if self.activations == "float32" and self.precision in HALVES else self.precision
 
     @property
@@ -122,7 +122,10 @@ class ParallelLayout:
                 yield f"{name} = {value!r}; {hint}choose one of {accepted}"
 
     def microbatches(self, global_batch: int) -> int:
-        """Return the number of micro-batches per replica and step. The last micro-batch may be smaller."""
+        """Return the number of micro-batches per replica in a step of ``global_batch`` samples.
+
+        The last micro-batch may be smaller.
+        """
         return -(-global_batch // (self.data * self.microbatch))
 
 

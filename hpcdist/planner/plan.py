@@ -72,7 +72,11 @@ def plan(
     limit_bytes: float = 0.0,  # limit up to which gradient buckets grow; 0: the device memory
     flow: MicrobatchFlow | None = None,  # micro-batch times of this layout, if computed already
 ) -> PlanEstimate:
-    """Estimate memory, time and energy of a training. Raises ConfigurationError for an unsupported precision."""
+    """Estimate memory, time, energy and price of ``steps`` training steps.
+
+    ``description``: model. ``global_batch``: samples per step. Raises ConfigurationError for an unsupported
+    precision.
+    """
     # The caller must check that the layout is possible. The memory estimate may exceed the device memory.
     footprint = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
@@ -115,7 +119,10 @@ def plan(
 
 
 def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the step time in s at the MFU limit of ``cluster``, or 0 if there is no limit."""
+    """Return the shortest step time in s that the MFU limit of ``cluster`` allows, or 0 if there is no limit.
+
+    ``flops``: FLOPs of the step.
+    """
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
@@ -134,13 +141,16 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
 
 
 def peak_share(flops: FlopEstimate, times: TimeEstimate | MicrobatchFlow, total_peak_flops: float) -> float:
-    """Return the fraction of the peak FLOP rate that the devices reach while they compute."""
+    """Return the fraction of the peak FLOP rate that the devices reach while they compute.
+
+    ``flops``: FLOPs of a step. ``times``: seconds of its phases. ``total_peak_flops``: peak FLOP/s of all devices.
+    """
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, flops.executed_flops / (computing_s * total_peak_flops)) if computing_s else 0.0
 
 
 def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the size of a checkpoint in bytes."""
+    """Return the size in bytes of a checkpoint of the model ``description``."""
     whole = unsharded(layout)
     is_half = whole.parameter < 4  # then the optimizer has the float32 master, and the 16-bit copy is not saved
     return description.parameters * float(whole.optimizer + (0 if is_half else whole.parameter))
@@ -195,14 +205,17 @@ def _unproven(
 
 
 def is_known_too_fast(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if the formulas underestimate the step time: for ZeRO-3 on an uncalibrated cluster."""
+    """Return True if the formulas predict too short step times: for ZeRO-3 on an uncalibrated cluster."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
 def run(
     steps: int, step_s: float, energy: StepEnergy, checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster
 ) -> RunEstimate:
-    """Return the expected time, energy and price of ``steps`` steps. Raises UsageError if ``steps`` < 1."""
+    """Return the expected time, energy and price of ``steps`` steps. Raises UsageError if ``steps`` < 1.
+
+    ``step_s``: seconds of a step. ``energy``: energy of a step. ``checkpoint_bytes``: size of a checkpoint.
+    """
     if steps < 1:
         raise UsageError(f"run.steps must be at least 1, got {steps}")
     mtbf, save = mtbf_s(layout, cluster), save_s(checkpoint_bytes, layout, cluster)
@@ -247,13 +260,13 @@ def mtbf_s(layout: ParallelLayout, cluster: Cluster) -> float:
 
 
 def save_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s in which all nodes write a checkpoint in parallel."""
+    """Return the time in s in which all nodes write a checkpoint of ``checkpoint_bytes`` bytes in parallel."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     return checkpoint_bytes / min(storage.write_bytes_per_s, nodes * storage.node_write_bytes_per_s)
 
 
 def restart_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s from a failure to the next step, including the reading of the checkpoint."""
+    """Return the time in s from a failure to the next step, including reading ``checkpoint_bytes`` bytes."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     reading_s = checkpoint_bytes / min(storage.read_bytes_per_s, nodes * storage.node_read_bytes_per_s)
     return cluster.failures.restart_s + reading_s
@@ -270,7 +283,11 @@ def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster:
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the energy of a training step on all nodes, by consumer such as devices and cooling."""
+    """Return the energy of a training step on all nodes, by consumer such as devices and cooling.
+
+    ``timing``: step time by phase. ``peak_share``: fraction of the peak FLOP rate that devices reach while they
+    compute.
+    """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
     for name, seconds in timing.terms.items():
@@ -294,7 +311,10 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(phase: str, peak_share: float) -> float:
-    """Return the utilisation of a device, 0 to 1, in a ``phase`` of a step, such as "update"."""
+    """Return the utilisation of a device, 0 to 1, in a ``phase`` of a step, such as "update".
+
+    ``peak_share``: fraction of the peak FLOP rate reached during computation.
+    """
     if phase in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if phase in ("update", UNPROVEN):

@@ -55,7 +55,10 @@ def generate(
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yield ``count`` tokens that continue ``prompt``, each predicted from the last ``context`` tokens. Local."""
+    """Yield ``count`` tokens that continue ``prompt``, each predicted from the last ``context`` tokens. Local.
+
+    ``logits_of``: maps tokens (1, length) to logits (1, length, vocabulary).
+    """
     # ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary). ``temperature`` 0 selects the most likely
     # token. ``top_k`` limits the choice to the k most likely tokens (0: no limit).
     draw = rng.stream(seed)
@@ -129,9 +132,10 @@ class TrainedModel:
 
 
 def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
-    """Restore the model of a run directory from its newest checkpoint with intact parameters. Collective.
+    """Restore the model of run directory ``path`` from the newest checkpoint with intact parameters. Collective.
 
-    ``trust``: run a model factory file even if it has changed. Raises StorageError without an intact checkpoint.
+    ``recipe``: its recipe. ``trust``: run a model factory file even if it has changed. Raises StorageError without
+    an intact checkpoint.
     """
     # A changed model factory file raises UsageError if ``trust`` is False.
     if recipe.model.kind == "given":
@@ -268,7 +272,10 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 
 
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield ``prompt``, then ``tokens`` tokens of text by the model in ``path``. Ranks above 0 yield nothing."""
+    """Yield ``prompt``, then ``tokens`` tokens of text by the model in the run directory ``path``.
+
+    Ranks above 0 yield nothing.
+    """
     variables = environment.launch_environment()
     if variables is not None and variables.rank:
         return

@@ -36,7 +36,7 @@ def prepare_run_directory(
 ) -> RunDirectory:
     """Create or reopen the run directory ``out`` (None: choose a name). Collective: all ranks raise the same error.
 
-    ``resume``: "auto" (from the newest valid checkpoint) or "never".
+    ``resume``: "auto" (from the newest valid checkpoint) or "never". ``lock``: lock to acquire, or None.
     """
 
     # Rank 0 decides. ConfigurationError: the directory holds another run. UsageError: it holds this run, and ``resume``

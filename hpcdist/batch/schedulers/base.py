@@ -78,7 +78,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended for good. A job in an unknown state has ended if it has an end time."""
+        """True if the job has ended for good. If its state is unknown, an end time counts as an end."""
         return self.state in FINAL_STATES or (self.state not in SchedulerState.__members__ and bool(self.ended_utc))
 
     @property
@@ -106,9 +106,10 @@ def run_command(
     limit_s: float = COMMAND_LIMIT_S,
     environment: Mapping[str, str] | None = None,
 ) -> CommandResult:
-    """Run the command ``line`` (program and arguments) with the standard input ``script``, and return its result.
+    """Run the command ``line`` (program and arguments) with the text ``script`` as standard input.
 
-    Raises MissingCapabilityError, with the message ``absent`` for a missing program, or else with the advice ``cure``.
+    ``limit_s``: timeout in seconds. ``environment``: None inherits it. Raises MissingCapabilityError, with the
+    message ``absent`` if the program is missing, else with the advice ``cure``.
     """
     program = shutil.which(line[0])
     if program is None:

@@ -36,7 +36,7 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """Return {job id: list of the states of the job's array tasks or components} for the ids ``jobs``."""
+    """Return {job id: list of `JobState`, one per array task or component of the job} for the ids ``jobs``."""
     numbers = list(dict.fromkeys(jobs))
     states_of: dict[str, list[JobState]] = {}
     for scheduler, look in ((SLURM, _slurm), (PBS, _pbs)):
@@ -48,7 +48,10 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return the list of all executions of ``jobs`` in Slurm accounting as `JobState`, and an error text or ""."""
+    """Return (list of `JobState`, error text or "").
+
+    The list has one state per execution of the job ids ``jobs`` in Slurm accounting.
+    """
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"

@@ -64,7 +64,10 @@ end "$code"
 
 
 def submit(script: str, log: Path, begin: datetime | None = None) -> str:
-    """Start the bash script text ``script`` in the background, and return its job id. Raises StorageError."""
+    """Start the bash script text ``script`` in the background, and return its job id. Raises StorageError.
+
+    ``log``: file for its output. ``begin``: start time, or None to start now.
+    """
     # The job continues when this process ends. It inherits the environment, plus HPCDIST_JOB_ID. Its output is appended
     # to ``log``.
     bash = shutil.which("bash")

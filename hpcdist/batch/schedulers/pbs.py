@@ -73,7 +73,10 @@ def cancel(job: str) -> None:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return a dict from job id to state. Jobs that PBS does not know are left out. Raises MissingCapabilityError."""
+    """Return {job id: `JobState`} for the ids ``jobs``. Jobs that PBS does not know are left out.
+
+    Raises MissingCapabilityError.
+    """
     numbers = list(jobs)
     answer = _output_of("qstat", "-x", "-f", "-F", "json", *numbers)
     if answer.code != 0 and "job history" in answer.complaint.lower():  # history is off: ask without -x

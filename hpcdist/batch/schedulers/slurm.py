@@ -35,7 +35,10 @@ _ENERGY: Final = re.compile(r"(?:^|,)energy=([^,]*)", re.ASCII)
 
 
 def queued(jobs: Sequence[str]) -> list[JobState]:
-    """Return the states of ``jobs`` in the queue, one per array task or component. Raises MissingCapabilityError."""
+    """Return a list of the `JobState` of the ids ``jobs`` from squeue, one per array task or component.
+
+    Raises MissingCapabilityError if squeue fails.
+    """
     fields = ",".join(f"{name}:|" for name in _QUEUE)
     code, output, complaint = _run(
         "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}"
@@ -70,7 +73,10 @@ def _queued(row: list[str]) -> JobState:
 
 
 def accounted(jobs: Sequence[str]) -> list[JobState]:
-    """Return states of ``jobs`` from sacct, several for a requeued job. Raises MissingCapabilityError on failure."""
+    """Return a list of the `JobState` of the ids ``jobs`` from sacct. A requeued job has one per execution.
+
+    Raises MissingCapabilityError if sacct fails.
+    """
     options = ["--noheader", "--parsable2", "--duplicates"]
     code, output, complaint = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:
@@ -134,7 +140,7 @@ def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
 
 
 def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
-    """Return a dict from job id to job name, or {} without Slurm. ``jobs`` None means all jobs of this user."""
+    """Return {job id: job name} for the ids ``jobs`` (None: all jobs of this user), or {} without Slurm."""
     selection = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
     try:
         code, output, _ = _run("squeue", "--noheader", "--states=all", selection, "--Format=JobArrayID:|,Name:|")
@@ -150,7 +156,7 @@ def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
 
 
 def log_of(job: str) -> str:
-    """Return the log path of ``job`` from squeue, or "" if unknown."""
+    """Return the log path of the job with id ``job`` from squeue, or "" if unknown."""
     try:
         code, output, _ = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--Format=STDOUT:|")
     except MissingCapabilityError:
@@ -159,7 +165,10 @@ def log_of(job: str) -> str:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel unfinished jobs. ``jobs``: ids of jobs or array tasks. Raises MissingCapabilityError on failure."""
+    """Cancel all unfinished jobs among ``jobs``, the ids of jobs or array tasks.
+
+    Raises MissingCapabilityError on failure.
+    """
     code, _, complaint = _run("scancel", *jobs)
     if code and "already completing or completed" not in complaint.lower():
         raise MissingCapabilityError(f"scancel failed: {complaint or f'exit code {code}'}; try again")
@@ -289,7 +298,7 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return ``environment`` without the variables that would override options of srun or of the job ``script``."""
+    """Return ``environment`` without variables that override options of srun, or of the job script text ``script``."""
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
     # For sbatch variables override directives, and --requeue and --no-requeue override each other.
     if options & {"--requeue", "--no-requeue"}:
@@ -330,7 +339,7 @@ def _number(requested: Mapping[str, str], option: str) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigurationError if Slurm would read the path of the log folder as a file name pattern."""
+    """Raise ConfigurationError if the path ``folder`` of the logs has a pattern character of Slurm, such as %."""
     pattern = re.search(r"\\|%[0-9A-Za-z%]+", str(folder))
     if pattern is not None:
         raise ConfigurationError(

@@ -24,7 +24,10 @@ _DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; * means that the 
 
 
 def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Return (names of lost nodes, names of usable nodes) of this Slurm job, or ([], []) if Slurm does not answer."""
+    """Return (names of lost nodes, names of usable nodes) of the Slurm job of the variables in ``environment``.
+
+    Return ([], []) if Slurm does not answer.
+    """
     # A node is lost if Slurm removed it, reports it as down or not responding, or if a test process does not run in
     # time.
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")

@@ -41,7 +41,7 @@ class AccountedStep(NamedTuple):
     of_nodes: Mapping[str, float] = MappingProxyType({})  # joules of the nodes with the least and the most energy
 
     def shares(self) -> dict[str, float]:
-        """Return {node name: energy in J} of this step. Nodes without a measurement share the rest equally."""
+        """Return {node name: energy in J} of this step. Nodes without a measurement divide the rest equally."""
         measured = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
         rest = max(0.0, (self.joules or 0.0) - sum(measured.values()))
         others = [node for node in self.nodes if node not in measured]
@@ -49,7 +49,7 @@ class AccountedStep(NamedTuple):
 
 
 class AccountedEnergy(NamedTuple):
-    """Energy of a job in Slurm accounting."""
+    """Energy of a job in joules from Slurm accounting, or None, and the reason if it is missing or incomplete."""
 
     joules: float | None  # None: unknown
     missing_reason: str = ""  # why the energy is unknown or incomplete
@@ -65,7 +65,11 @@ def joules(text: str) -> float | None:
 
 
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
-    """Return the energy of one finished execution of a job. Overlapping ``steps`` are not counted twice."""
+    """Return the energy of one finished execution of a job from its accounting records.
+
+    ``job``: record of the whole job. ``steps``: records of its steps; the energy of overlapping steps is not
+    counted twice.
+    """
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
     covered: dict[str, list[tuple[int, int]]] = {}

@@ -62,7 +62,7 @@ class Outputs:
         return cls(*(options.pop(name) for name in ("output", "as_json", "plot", "anonymous")))
 
     def check(self) -> None:
-        """Raise an HpcdistError if the output file or the plot cannot be written."""
+        """Raise an HpcdistError now, before a measurement, if the output file or the plot cannot be written later."""
         if self.file is not None:
             from hpcdist.hdf5 import files
 
@@ -70,7 +70,7 @@ class Outputs:
         check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
-        """Print ``values()`` as JSON or ``text()``, and draw the plot by ``plot(path)`` if --plot is set. Local."""
+        """Print ``values()`` as JSON if --json is set, else ``text()``. Call ``plot(path)`` if --plot is set. Local."""
         click.echo(json.dumps(values()) if self.as_json else text())
         if self.plot is not None:
             plot(self.plot)
@@ -82,7 +82,10 @@ def print_progress(line: str) -> None:
 
 
 def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: str = "") -> tuple[str, ...]:
-    """Return the ``names`` given to ``option``. Raises UsageError if a name is not in ``choices``."""
+    """Return the ``names`` given to ``option``, in the order of the valid ``choices``.
+
+    Raises UsageError for another name. ``context``: text to append to "unknown" in this error.
+    """
     valid = list(choices)
     for name in names:
         if name not in valid:
@@ -92,7 +95,10 @@ def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: s
 
 
 def world(ranks: int | None, default: int) -> tuple[int, bool]:
-    """Return (number of ranks, True if a launcher started them) for the value of --ranks. Raises UsageError."""
+    """Return (number of ranks to use, True if a launcher has started them). Raises UsageError.
+
+    ``ranks``: value of --ranks, or None. ``default``: number of ranks without --ranks and launcher.
+    """
     from hpcdist.comm.launch import environment
 
     launched = environment.launch_environment()
@@ -118,7 +124,7 @@ def rank_arguments(call: click.Context) -> list[str]:
 
 
 def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
-    """Run the command of the click context ``call`` on ``ranks`` ranks. Return the exit code."""
+    """Start ``ranks`` ranks by `hpcdist run` with the command of the click context ``call``. Return the exit code."""
     from hpcdist.cli import run
 
     line = ["-n", str(ranks), *options, "--grace", "5", "bench", str(call.command.name), *rank_arguments(call)]
@@ -127,7 +133,10 @@ def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
 
 
 def begin(check: Callable[[], object]) -> "Session":
-    """Start MPI and return the session, after ``check`` on rank 0. All ranks raise its HpcdistError. Collective."""
+    """Start MPI, call ``check()`` on rank 0, and return the session. Collective.
+
+    All ranks raise the HpcdistError of ``check``.
+    """
     from hpcdist.bench import output_file
     from hpcdist.comm import start
 
@@ -137,7 +146,10 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return a dict on the origin of the results on rank 0, else {}. ``more``: further entries. Collective."""
+    """Return {name: value}, on rank 0, of the versions and machines that made the results; else {}. Collective.
+
+    ``anonymous``: without host names. ``**more``: further entries.
+    """
     from hpcdist.telemetry.provenance import provenance
 
     places = session.comm.allgather_object((session.place.host, ",".join(map(str, session.place.cores))))

@@ -91,7 +91,10 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return options for `hpcdist run`: the words of ``text`` and --ranks-per-node. Raises UsageError."""
+    """Return the words of ``text``, the value of --run-args, and ``ranks_per_node``, as options of `hpcdist run`.
+
+    Raises UsageError for words that are not options of `hpcdist run`.
+    """
     from hpcdist.cli.run import command as run_command
 
     place = f"--run-args {text!r}"
@@ -123,10 +126,10 @@ def run_series(
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the items of ``plan()``, and append the results to the file ``output``. A signal stops the sweep.
+    """Run the trials in the list ``plan()``, append the results to the file ``output``, and return their numbers.
 
-    ``command_line``: function that returns the command line of a trial. ``attributes``: attributes of a new file.
-    ``wrap``: decorator of the function that runs a trial.
+    ``limits``: time limits. ``command_line(...)``: command line of a trial. ``attributes``: attributes of a new
+    file. ``wrap``: decorator of the measuring function.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -157,13 +160,13 @@ def run_series(
 
 
 def tally_line(tally: "SweepTally", ending: str = "") -> str:
-    """Return a line with the numbers of ok, failed and missing runs. ``ending``: text after the numbers."""
+    """Return a line with the numbers of ok, failed and missing runs in ``tally``. ``ending``: text after them."""
     hint = "; --retry-failed runs failed trials again" if tally.failed else ""
     return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{ending}{hint}"
 
 
 def item_line(item: "SeriesItem") -> str:
-    """Return a line of text about the planned run ``item``."""
+    """Return a line of text about the planned run ``item``: trial, ranks, repeat, and recorded or not."""
     state = f"recorded: {item.status}" if item.status else "to run"
     ranks = counted(item.trial.ranks, "rank")
     return f"{item.trial.id} {item.trial.name} on {ranks}, repeat {item.repeat + 1} ({state})"

@@ -72,7 +72,7 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
 
 
 def show(checks: Sequence[Check], as_json: bool, **more: Any) -> int:
-    """Print the results ``checks`` as text or JSON. Return the exit code: 1 if a check has failed, else 0."""
+    """Print ``checks`` as text, or as JSON if ``as_json``. Return the exit code: 1 if a check has failed, else 0."""
     code = FAILURE if any(check.status == FAIL for check in checks) else 0
     if as_json:
         click.echo(json.dumps({"ok": code == 0, **more, "checks": [asdict(check) for check in checks]}))

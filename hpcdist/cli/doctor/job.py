@@ -27,7 +27,11 @@ DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
 def examine(out: Path | None, device: str, recipe: Path | None, show: Callable[..., int]) -> int:
-    """Check this job's nodes. Rank 0 prints the result by ``show``. Return the exit code on all ranks. Collective."""
+    """Check this job's nodes. Return the exit code on all ranks. Collective.
+
+    ``out``: run directory to check. ``device``: "cpu", "gpu" or "". ``recipe``: file whose packages are checked.
+    ``show(checks)`` prints the result on rank 0, and returns the exit code.
+    """
     # ``device``: "cpu", "gpu", or "" if unknown. ``recipe``: its packages are checked.
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)

@@ -37,7 +37,7 @@ class LocatedJob:
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
-        """Return the log path of ``part``, the number of this job or of one of its array tasks (123_4)."""
+        """Return the log path of the job or array task with the number ``part``, such as 123 or 123_4."""
         # The path of a whole job array keeps TASK_PATTERN.
         folder, name = os.path.split(self.text("log"))
         task = part.partition("_")[2]
@@ -45,7 +45,10 @@ class LocatedJob:
 
 
 def all_jobs() -> list[LocatedJob]:
-    """Return the jobs of this user's registered runs. A run with an unreadable journal is skipped, with a warning."""
+    """Return the list of jobs of all runs that this user submitted.
+
+    A run with an unreadable journal is skipped, with a warning.
+    """
     return [job for run_dir in ledger.registered_runs() for job in _of_run(run_dir)]
 
 

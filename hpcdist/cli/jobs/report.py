@@ -98,7 +98,10 @@ def _job_start(
 
 
 def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]:
-    """Return the sorted write times of the checkpoints in ``run_dir``, and of removed ones that ``entries`` mention."""
+    """Return the sorted write times of all checkpoints in ``run_dir``, and of removed checkpoints in the journal.
+
+    ``entries``: the journal of the run.
+    """
     from hpcdist.cli.run import checkpoints
 
     mentioned = [ns for entry in entries if 0 < (ns := entry.number("saved_ns") or 0) < _LATEST_S * 10**9]
@@ -106,7 +109,11 @@ def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]
 
 
 def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saves: Sequence[datetime]) -> float:
-    """Return the seconds of work lost after the last checkpoints of failed ``trainings`` that began in ``windows``."""
+    """Return the seconds of work after the last checkpoints of ``trainings`` that failed.
+
+    ``trainings``: starts of the training; others than in the time intervals ``windows`` are ignored. ``saves``:
+    write times of the checkpoints.
+    """
     # ``saves``: write times of the checkpoints. Removed checkpoints make the result an upper bound.
     seconds = 0.0
     for training in trainings:
@@ -145,7 +152,7 @@ def report(word: str, as_json: bool) -> None:
 
 
 def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
-    """Return the object that `report --json` prints for ``jobs``. Raises ConfigurationError if no job is known."""
+    """Return the dict that `report --json` prints for ``jobs``. Raises ConfigurationError if no job is known."""
     ids = [job.id for job in jobs]
     by_scheduler = dispatch.states(ids)
     states = {job.id: by_ledger(job, by_scheduler[job.id]) for job in jobs}

@@ -90,7 +90,10 @@ def _own_jobs(ended: bool) -> list[LocatedJob]:
 
 
 def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
-    """Return a row for each of ``jobs`` and each array task. Jobs that are over get a row only if ``ended``."""
+    """Return a list with a row for each of ``jobs``, or for each of its array tasks.
+
+    ``ended``: True to include jobs that are over.
+    """
     parts = dispatch.states_of_parts(job.id for job in jobs)
     rows = []
     runs: dict[Path | None, tuple[NewestCheckpoint, int | None]] = {None: (NewestCheckpoint(), None)}
@@ -106,7 +109,10 @@ def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:
-    """Return the scheduler's ``state`` of ``job``, corrected by the journal of the run."""
+    """Return ``state``, the scheduler's state of ``job``, corrected by the journal of the run.
+
+    For example, a job that the scheduler no longer knows has ended if the journal says so.
+    """
     if job.entered is None:
         return state
     end = job.entered.last(ledger.ENDED)
@@ -150,7 +156,7 @@ def _cells(row: StatusRow, now_ns: int) -> list[str]:
 
 
 def jsonable(row: StatusRow) -> dict[str, Any]:
-    """Return a table row as a dict of JSON values. Unknown values are None."""
+    """Return the status table ``row`` as a dict of JSON values. Unknown values are None."""
     state, job = row.state, row.job
     saved_utc = (
         datetime.fromtimestamp(row.saved.ns / 1e9, UTC).isoformat(timespec="seconds") if row.saved.name else None

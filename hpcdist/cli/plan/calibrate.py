@@ -116,7 +116,11 @@ def command(
 def write_files(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
-    """Fit a cluster to measurements, and write the cluster file ``output``. Raises HpcdistError."""
+    """Fit a cluster to the measurements ``measured``, and write it as the cluster file ``output``. Raises HpcdistError.
+
+    ``points``: file for the measurements, or None. ``base``: cluster with the values that are not measured.
+    ``name``: name of the new cluster. ``origin``: versions and machines.
+    """
     # ``points`` None: write the measurements only if the fit fails, next to ``output``.
     import tomllib
 
@@ -144,7 +148,7 @@ def write_files(
 
 
 def planner_measurements(points: "CalibrationPoints") -> "ClusterMeasurements":
-    """Convert measurements to the input of the planner's cluster fit."""
+    """Convert the measurements ``points`` to the input of the planner's cluster fit."""
     from datetime import UTC, datetime
 
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
@@ -172,7 +176,7 @@ def planner_measurements(points: "CalibrationPoints") -> "ClusterMeasurements":
 
 
 def planner_step(point: "ModelPoint") -> Any:
-    """Convert the measured training step of a model to the input of the planner's device fit."""
+    """Convert ``point``, the measured training step of a model, to the input of the planner's device fit."""
     from hpcdist.planner.calibrate.device_fits import MeasuredStep
     from hpcdist.planner.model import transformer
 

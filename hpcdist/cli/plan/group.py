@@ -181,7 +181,10 @@ def command(
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
-    """Draw memory use and step timeline of a plan to ``file``. Raises HpcdistError."""
+    """Draw memory use and step timeline of the plan ``answer`` for the model and layout ``subject`` to ``file``.
+
+    Raises HpcdistError.
+    """
     from hpcdist.planner.report import plot
     from hpcdist.planner.report.plot import timeline
 

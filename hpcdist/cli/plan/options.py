@@ -85,7 +85,7 @@ class PlanOption(NamedTuple):
         return self._replace(text=f"{self.text.partition('  [default')[0]}  [default: {default}]")
 
     def decorator(self, section: str, *, hidden: bool = False) -> Decorator:
-        """Return the click decorator of the option, listed under the heading ``section``."""
+        """Return the click decorator that adds this option, listed under the heading ``section`` of the help."""
         settings: dict[str, Any] = {"type": self.kind, "metavar": "VALUE" if self.kind is click.STRING else "N"}
         if self.kind is None:
             settings = {"default": None}

@@ -67,7 +67,7 @@ def _check(intensity: float | None, source: str | None, date: str | None, foreca
 
 
 def text(account: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of ``account``, the energy report of a run, as text."""
+    """Yield the energy report ``account`` of a run as lines of text."""
     label = f" ({account['energy_label']})" if account["energy_label"] else ""
     yield f"run         {account['run_dir']}"
     if account["energy_j"] is None:

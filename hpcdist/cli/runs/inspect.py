@@ -181,7 +181,7 @@ def hang(context: click.Context, run_dir: Path, patience: float, as_json: bool) 
 
 
 def render(report: HangReport) -> str:
-    """Return the report as text: the findings, then one line per rank."""
+    """Return ``report``, the comparison of all ranks' flight recorders, as text: findings, then one line per rank."""
     lines = [] if report.findings else ["no problem found: no rank waits for another"]
     for number, finding in enumerate(report.findings):
         lines.append(("" if number == 0 else "also: ") + _sentence(finding))

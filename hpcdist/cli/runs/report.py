@@ -29,7 +29,7 @@ TARGETS: Final = ("csv", "wandb", "mlflow")  # formats of --to
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the HTML page of a run to ``file``. ``sample``: with text generated after ``prompt``."""
+    """Write the HTML page of the run in ``run_dir`` to ``file``. ``sample``: with text generated after ``prompt``."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
@@ -38,7 +38,10 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return the data for a run's HTML page. ``sample``: generate text after ``prompt``."""
+    """Return the settings, checkpoints and costs of the run in ``run_dir``, for its HTML page.
+
+    ``sample``: also a text that its model generates after ``prompt``.
+    """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
     settings, why_no_settings, steps = _settings(run_dir)
@@ -235,7 +238,7 @@ def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
 
 
 def read_runs(places: "Sequence[Path]") -> "list[RunData]":
-    """Read the runs in the directories ``places``. Raises UsageError for a results file."""
+    """Return the data of the runs in the directories ``places``, in order. Raises UsageError for a results file."""
     if files := [place for place in places if place.is_file()]:
         raise UsageError(f"{files[0]} is a results file: give only this file, or only runs; see `hpcdist compare`")
     return [_read_run(place) for place in places]

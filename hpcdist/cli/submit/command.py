@@ -22,7 +22,10 @@ PROGRAM: Final = "hpcdist.program"  # key in click's context.meta of the words a
 
 
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
-    """Return the planner's estimate for the job ``planned`` as text lines, or the reason for its absence."""
+    """Return the planner's estimate of time and memory for the job ``planned`` on ``cluster``, as text lines.
+
+    If there is no estimate, the line gives the reason.
+    """
     if planned.recipe is None:
         return [f"no estimate: --cluster {cluster} only works for the training of one recipe"] if cluster else []
     named = cluster or planned.site.cluster

@@ -56,7 +56,11 @@ kind_options = stacked(
 def planned_job(
     recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], program: tuple[str, ...] = ()
 ) -> "PlannedJob":
-    """Return the batch job for the arguments of `hpcdist submit`. Raises ConfigurationError and UsageError."""
+    """Return the batch job for the arguments of `hpcdist submit`. Raises ConfigurationError and UsageError.
+
+    ``recipe``: recipe file or None. ``overrides``: values of --set. ``options``: {option: value}. ``program``:
+    command line to run instead of a recipe.
+    """
     from hpcdist.training.use_cases import batch_job as plan
 
     if program:

@@ -65,7 +65,10 @@ class CalibratedCluster:
 
 
 def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> CalibratedCluster:
-    """Return a cluster fitted to ``measurements``, with ``base`` for unmeasured values. Raises UsageError."""
+    """Return a cluster called ``name``, fitted to ``measurements``. Raises UsageError.
+
+    ``base``: cluster with the values that are not measured.
+    """
     lines: list[str] = []
     device = _device(base, measurements, lines)
     fits, levels, remarks = _links(base, measurements, lines)

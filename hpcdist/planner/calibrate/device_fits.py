@@ -61,17 +61,20 @@ class FittedCurve:
 
     @property
     def error(self) -> float:
-        """Median absolute relative error of products that the fit did not use, or NaN if there are none."""
+        """Median absolute relative error for products that the fit did not use, or NaN if there are none."""
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
 def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
-    """Return the time of ``product`` in seconds that the fitted curve predicts."""
+    """Return the time of ``product`` in seconds that the efficiency curve ``fitted`` predicts."""
     return product.flops / (fitted.peak_flops * peak_share_of(fitted.curve, product.size)[0])
 
 
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
-    """Fit the efficiency of matrix products as a function of size. Raises UsageError for too few sizes."""
+    """Fit the FLOP rate of matrix products as a function of their size to the measured times ``products``.
+
+    Raises UsageError for too few sizes.
+    """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
     if bad is not None:
@@ -157,7 +160,10 @@ class FittedShares:
 
 
 def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
-    """Fit the usable bandwidth and FLOP rate of a device to ``steps``. Raises UsageError for too few steps."""
+    """Fit the usable memory bandwidth and FLOP rate of a device of ``cluster`` to the measured ``steps``.
+
+    Raises UsageError for too few steps.
+    """
     if len(steps) < LEAST_STEPS:
         raise UsageError(
             f"fitting memory_share and attention_share of the device needs at least {LEAST_STEPS} measured steps, got "
@@ -173,7 +179,7 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
 
 
 def predicted_s(step: MeasuredStep, cluster: Cluster) -> float:
-    """Return the predicted seconds of forward and backward of ``step``."""
+    """Return the predicted seconds (forward, backward) of the measured ``step``, by the device of ``cluster``."""
     layout = ParallelLayout(microbatch=step.samples, precision=PRECISION)
     times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
     return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)

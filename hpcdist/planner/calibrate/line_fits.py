@@ -59,7 +59,11 @@ class FittedPieces:
 
 
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], required_sizes: Sequence[float] = ()) -> FittedPieces:
-    """Fit message times by a piecewise linear function of message size. Raises UsageError for invalid data."""
+    """Fit ``seconds`` by a piecewise linear function of the message sizes ``nbytes``. Raises UsageError.
+
+    ``required_sizes``: sizes that the fit must use. Of the other sizes, every second one measures the error of the
+    fit.
+    """
     sizes, times = _medians(nbytes, seconds)
     # Every second size is left out, to measure the error of the fit. The largest size is always fitted.
     is_required = np.isin(sizes, required_sizes)
@@ -135,7 +139,7 @@ def _cheapest(
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Return the line fitted to ``times`` by size, and the Huber loss of its relative errors."""
+    """Fit a line to ``times`` by message size. Return (line, Huber loss of its relative errors)."""
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
     # Iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Intercept and slope are at least 0.

@@ -71,7 +71,10 @@ _BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bit
 
 
 def parse(text: str, dimension: str) -> float:
-    """Return ``text``, such as "5 us", in base units of a ``dimension``, such as "time". Raises ConfigurationError."""
+    """Convert ``text``, such as "5 us", to a number in base units. Raises ConfigurationError.
+
+    ``dimension``: kind of quantity, such as "time" or "bytes".
+    """
     units = UNITS[dimension]
     example = f"{_NAMES[dimension]} such as {EXAMPLES[dimension]}"
     match = _QUANTITY.fullmatch(text)

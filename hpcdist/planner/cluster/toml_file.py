@@ -30,7 +30,7 @@ def names() -> tuple[str, ...]:
 
 
 def read(name_or_path: str) -> Cluster:
-    """Read a shipped cluster by its name, or a cluster file. Raises ConfigurationError or StorageError."""
+    """Read the cluster ``name_or_path``: a shipped cluster or a file. Raises ConfigurationError or StorageError."""
     path = _path_of(name_or_path)
     if "\0" in name_or_path:
         raise ConfigurationError(f"the cluster {name_or_path!r} is not a valid path of a file")
@@ -48,7 +48,7 @@ def of_tree(tree: Mapping[str, Any], file_name: str) -> Cluster:
 
 
 def assumptions(cluster: Cluster) -> tuple[str, ...]:
-    """Return the assumptions in the cluster file as texts "section: assumption"."""
+    """Return the assumptions that the file of ``cluster`` declares, as texts "section: assumption"."""
     return tuple(
         f"{section}: {part.strip()}"
         for section, source in cluster.sources.items()

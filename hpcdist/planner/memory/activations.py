@@ -71,7 +71,7 @@ def unit_activations(description: ModelDescription, layout: ParallelLayout) -> t
 
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Return True if attention scores take over half of the activation memory of a block."""
+    """Return True if attention scores take over half of a block's activation memory. ``description``: model."""
     if layout.kernels.tiles_attention or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
@@ -80,7 +80,10 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the attention sizes of layer ``unit`` on a rank, and the name of its context-parallel method."""
+    """Return (sizes of attention in layer ``unit`` on a rank, name of its context-parallel method).
+
+    ``samples``: samples per micro-batch.
+    """
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
 
@@ -190,7 +193,10 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...]) -> float:
-    """Return the bytes of tokens that a rank sends to experts per micro-batch, in its largest layer."""
+    """Return the bytes of tokens that a rank sends to experts per micro-batch, in its largest layer.
+
+    ``unit_indices``: the rank's layers, as indices in ``description.units``.
+    """
     if layout.expert == 1:
         return 0.0
     rows = [array.size for place in unit_indices for array in _received(description.units[place], layout.expert)]
@@ -198,7 +204,10 @@ def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indice
 
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the peak activation bytes per sample if blocks are recomputed one after the other."""
+    """Return the peak activation bytes per sample if the blocks' activations are recomputed block by block.
+
+    ``description``: model.
+    """
     size = itemsize(layout)
     peak = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
     if layout.context == 1:
@@ -222,7 +231,11 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return the bytes of temporary arrays of hpcdist's kernels for the layers ``unit_indices``."""
+    """Return the bytes of temporary arrays that hpcdist's kernels need for some layers on a device.
+
+    ``unit_indices``: the layers, as indices in ``description.units``. ``accumulates``: gradients are added over
+    several micro-batches.
+    """
     # Temporary arrays of the same name share memory. Accumulation adds a temporary weight gradient. Float32 copies of
     # 16-bit parameters and gradients are not included.
     adds = accumulates and layout.computes_in == layout.precision

@@ -45,7 +45,10 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the micro-batches in flight on pipeline rank ``rank`` at each possible memory peak."""
+    """Return the micro-batches in flight on pipeline rank ``rank`` at each time at which its memory use may peak.
+
+    ``ranks``: number of pipeline ranks. ``chunks``: model chunks per rank.
+    """
     # One `LiveMicroBatches` per model chunk of the rank, for each time at which the memory use may peak.
     if schedule == FILE:
         raise ConfigurationError(
@@ -121,7 +124,10 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, split_key: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the `PipelinePart` of each pipeline rank whose memory use may be the highest."""
+    """Return the `PipelinePart` (layers) of each pipeline rank whose memory use may be the highest.
+
+    ``description``: model. ``split_key``: layout fields that determine the split.
+    """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, split_key)):
         # Of several ranks with equal layers, only the first and the last are included.
@@ -132,7 +138,10 @@ def parts(description: ModelDescription, split_key: SplitKey) -> tuple[PipelineP
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, split_key: SplitKey, rank: int) -> PipelinePart:
-    """Return the layers of pipeline rank ``rank``. Raises ConfigurationError for too few layers."""
+    """Return the `PipelinePart` (layers) of pipeline rank ``rank``. Raises ConfigurationError for too few layers.
+
+    ``description``: model. ``split_key``: layout fields that determine the split.
+    """
     grouped = [chunk.shares for chunk in chunks_of_split(description, split_key) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]
     last = len(description.units) - 1
@@ -209,7 +218,10 @@ class MicrobatchMemory(NamedTuple):
 def memory(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> MemoryEstimate:
-    """Return the memory of the device with the highest use. Raises ConfigurationError for an invalid layout."""
+    """Return the memory use, by purpose, of the device with the highest use.
+
+    ``description``: model. ``global_batch``: samples per step. Raises ConfigurationError for an invalid layout.
+    """
     many, split_key = layout.microbatches(global_batch), SplitKey.of(layout)
     lasting = _lasting(description, split_key, _lasting_of(layout))
     passing = _passing(description, _passing_of(layout), many, row_route(layout, cluster))
@@ -230,7 +242,10 @@ def memory(
 def by_rank(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[dict[str, float], ...]:
-    """Return the bytes of each pipeline rank by purpose, such as "activations". Raises ConfigurationError."""
+    """Return a tuple with, for each pipeline rank, a dict {purpose, such as "activations": bytes}.
+
+    ``description``: model. Raises ConfigurationError.
+    """
     many, split_key, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []
     for rank in range(layout.pipeline):

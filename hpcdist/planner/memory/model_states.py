@@ -51,7 +51,7 @@ class ModelStates(NamedTuple):
 
 
 def unsharded(layout: ParallelLayout) -> ParameterBytes:
-    """Return the bytes of a parameter, its gradient and its optimizer state before sharding."""
+    """Return the `ParameterBytes`: bytes of a parameter, its gradient and its optimizer state before sharding."""
     slots = layout.optimizer_slots
     if layout.precision in ("float32", "float64"):
         size = 4 if layout.precision == "float32" else 8
@@ -125,7 +125,10 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def layer_copy_bytes(layout: ParallelLayout, layer_parameters: float) -> float:
-    """Return the bytes of a device's temporary copies of a layer with ``layer_parameters`` parameters."""
+    """Return the bytes of a device's temporary copies of one layer, such as parameters gathered by ZeRO-3.
+
+    ``layer_parameters``: number of parameters of the layer before sharding.
+    """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
@@ -138,7 +141,11 @@ def layer_copy_bytes(layout: ParallelLayout, layer_parameters: float) -> float:
 def buffer_bytes(
     layout: ParallelLayout, parameters: float, largest_layer_parameters: float, bucket_bytes: float = BUCKET_BYTES
 ) -> float:
-    """Return the bytes of a device's buffers for hpcdist's collectives on the data axis."""
+    """Return the bytes of a device's buffers for hpcdist's collectives on the data axis.
+
+    ``parameters``: number on the device. ``largest_layer_parameters``: number in the largest layer.
+    ``bucket_bytes``: size of a gradient bucket.
+    """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, largest_layer_parameters / layout.tensor
     coded = 0.0 if layout.compression == "none" else _coded(layout, parameters, unit, replicas, bucket_bytes)
@@ -156,7 +163,10 @@ def buffer_bytes(
 
 
 def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
-    """Return ``estimate`` with the additional memory of gradient buckets of ``bucket_bytes`` bytes."""
+    """Return ``estimate`` with the additional memory of gradient buckets of ``bucket_bytes`` bytes.
+
+    Buckets of the default size need no additional memory.
+    """
     if bucket_bytes <= BUCKET_BYTES or not layout.kernels.grows_buckets:
         return estimate
     more = buffer_bytes(layout, math.inf, 0.0, bucket_bytes) - buffer_bytes(layout, math.inf, 0.0)
@@ -175,7 +185,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return the bytes on a parameter server by purpose, such as "gradients"."""
+    """Return {purpose, such as "gradients": bytes} on a parameter server for the model ``description``."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

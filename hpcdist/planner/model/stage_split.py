@@ -32,7 +32,10 @@ from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:
-    """Return the FLOPs of a training step on all devices."""
+    """Return the FLOPs of a training step on all devices.
+
+    ``description``: model. ``global_batch``: samples per step.
+    """
     is_tiled = layout.kernels.tiles_attention
     model, hardware, exact, executed = _of_sample(description, layout.recompute, is_tiled)
     if is_tiled and layout.recompute == "full":
@@ -57,12 +60,18 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs per sample of layer ``unit``. ``exact`` excludes masked query-key pairs."""
+    """Return the forward FLOPs per sample of layer ``unit``.
+
+    Keyword ``exact``: True excludes the masked query-key pairs.
+    """
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward attention FLOPs per sample of layer ``unit``. ``exact`` excludes masked pairs."""
+    """Return the forward FLOPs per sample of attention in layer ``unit``.
+
+    Keyword ``exact``: True excludes masked query-key pairs.
+    """
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -142,18 +151,27 @@ class SplitKey(NamedTuple):
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layer groups of each pipeline rank. Raises ConfigurationError for too few layers."""
+    """Return a tuple of the layer groups of each pipeline rank. Raises ConfigurationError for too few layers.
+
+    ``description``: model.
+    """
     return stages_of_split(description, SplitKey.of(layout))
 
 
 def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. Raises ConfigurationError for fewer layers than chunks."""
+    """Return all pipeline chunks of the model ``description``, in model order.
+
+    Raises ConfigurationError for fewer layers than chunks.
+    """
     return chunks_of_split(description, SplitKey.of(layout))
 
 
 @lru_cache(maxsize=4096)
 def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layer groups of each pipeline rank for the layout fields in ``split_key``."""
+    """Return the layer groups of each pipeline rank.
+
+    ``description``: model. ``split_key``: layout fields that determine the split.
+    """
     if split_key.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
     by_rank: list[list[UnitGroup]] = [[] for _ in range(split_key.pipeline)]
@@ -164,7 +182,10 @@ def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple
 
 @lru_cache(maxsize=4096)
 def chunks_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order for the layout fields in ``split_key``."""
+    """Return all pipeline chunks of the model ``description``, in model order.
+
+    ``split_key``: layout fields that determine the split.
+    """
     ranks, chunks_per_rank, schedule, implementation, recompute = split_key
     row = SCHEDULES.get(schedule)
     if row is not None and row.most is not None and ranks > 1:
@@ -276,7 +297,10 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return the layers that each pipeline chunk recomputes, in model order. Raises ConfigurationError."""
+    """Return a `StageChunk` per pipeline chunk, in model order, with the layers of the chunk that are recomputed.
+
+    ``description``: model. Raises ConfigurationError.
+    """
     # Full, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
     # Full, in hpcdist on several pipeline ranks: all units; with 1f1b and interleaved, not in the last chunk.
     # Selective: units with attention; in hpcdist, no units.

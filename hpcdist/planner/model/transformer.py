@@ -44,7 +44,10 @@ _COMMON: Final = (
 
 
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
-    """Return the planner's description of a transformer. Raises ConfigurationError for invalid sizes."""
+    """Return the `ModelDescription` of a transformer with the sizes ``shape``. Raises ConfigurationError if invalid.
+
+    ``name``: name of the model in reports. ``documents``: query-key pairs of packed documents, or None.
+    """
     _check(shape)
     config = config_of(shape)
     units = _embedding(shape, config), _block(shape, config, documents), _head(shape, config)
@@ -69,7 +72,7 @@ def of_config(
     classes: int = 0,
     documents: counts.DocumentPairs | None = None,  # statistics of the documents in packed samples
 ) -> ModelDescription:
-    """Return the planner's description of the model in a recipe section. Raises ConfigurationError."""
+    """Return the `ModelDescription` of the model in the recipe section ``config``. Raises ConfigurationError."""
     if config.kind in FOREIGN:
         raise ConfigurationError(
             f"model.kind = {config.kind!r}: the planner does not know the layers of this model, because "
@@ -104,7 +107,7 @@ def of_config(
 
 
 def config_of(shape: TransformerShape) -> ModelConfig:
-    """Return the recipe section [model] of a transformer with this ``shape``."""
+    """Return the recipe section [model] for a transformer of the sizes ``shape``."""
     values: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
     if shape.experts == 1:
         values["shared_experts"] = 0
@@ -119,7 +122,10 @@ def config_of(shape: TransformerShape) -> ModelConfig:
 
 
 def inner(shape: TransformerShape) -> int:
-    """Return the number of columns between the two linear layers of a feed-forward or of one expert."""
+    """Return the width between the two linear layers of a feed-forward block or of one expert.
+
+    ``shape``: sizes of the transformer.
+    """
     like = ModelConfig(hidden=shape.hidden, heads=1, activation="swiglu" if shape.gated else "gelu")
     return shape.feed_forward or like.inner
 

@@ -99,7 +99,10 @@ class PlannedTimeline:
 def timeline(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> PlannedTimeline:
-    """Return the timeline of a simulated step. Raises ConfigurationError for an impossible schedule."""
+    """Simulate a step, and return the `PlannedTimeline` of its pipeline ranks.
+
+    ``description``: model. Raises ConfigurationError for an impossible schedule.
+    """
     m = layout.microbatches(global_batch)
     is_pipelined = layout.pipeline > 1
     chunks = chunk_loads(description, layout, cluster) if is_pipelined else (loads(description, layout, cluster)[0][0],)
@@ -162,7 +165,7 @@ def _rank_loads(steps: "StepTimeline", chunks: Sequence[StageLoad]) -> list[Stag
 
 
 def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster: Cluster, file: Path) -> None:
-    """Save a plot of memory, step time and timeline of a plan as .png, .pdf or .svg ``file``."""
+    """Save a plot of memory use, step time and ``timeline`` of the plan ``estimate`` as .png, .pdf or .svg ``file``."""
     count = min(timeline.stages, _MOST_ROWS)
     stages = sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
     heights = [1.0, 1.0, 0.7 + 0.28 * len(stages)]

@@ -46,7 +46,7 @@ def figures(value: float, count: int = 3) -> str:
 
 
 def decimal(value: float, unit: str) -> str:
-    """Format ``value`` with an SI prefix and 3 significant digits, such as "312 TFLOP/s"."""
+    """Format ``value`` with an SI prefix, 3 significant digits and its ``unit``, such as "312 TFLOP/s"."""
     for size, prefix in _DECIMAL:
         if abs(value) >= 0.9995 * size:
             return f"{figures(value / size)} {prefix}{unit}"
@@ -67,7 +67,7 @@ def bytes_in_both(value: float) -> str:
 
 
 def between(seconds_range: tuple[float, float] | None) -> str:
-    """Format a (minimum, maximum) pair of seconds as " (1.3 s to 1.9 s)", and None as ""."""
+    """Format ``seconds_range``, a (minimum, maximum) pair, as " (1.3 s to 1.9 s)", and None as ""."""
     return "" if seconds_range is None else f" ({seconds(seconds_range[0])} to {seconds(seconds_range[1])})"
 
 
@@ -94,7 +94,7 @@ def grams(value: float) -> str:
 
 
 def large_count(value: float, count: int = 3) -> str:
-    """Format a number, such as "12,345" or, from a million on with ``count`` digits, "1.75 million"."""
+    """Format ``value``, such as "12,345". From a million on, use ``count`` significant digits: "1.75 million"."""
     for size, word in _WORDS:
         if value >= 0.9995 * size:
             return f"{figures(value / size, count)} {word}"
@@ -108,18 +108,21 @@ def counted(number: int, noun: str) -> str:
 
 
 def share(value: float) -> str:
-    """Format a fraction in percent, such as "44.1 %" for 0.441."""
+    """Format ``value``, a fraction, in percent, such as "44.1 %" for 0.441."""
     return f"{100 * value:.1f} %"
 
 
 def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
-    """Wrap ``line`` to ``width`` characters. Lines after the first are indented by 2 more spaces."""
+    """Wrap ``line`` to lines of ``width`` characters that start with ``indent``. Later lines have 2 more spaces."""
     wrapper = textwrap.TextWrapper(width, indent, f"{indent}  ", break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(line)
 
 
 def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> dict[str, Any]:
-    """Return all numbers of a plan as a JSON object. Unknown or infinite numbers are null."""
+    """Return all numbers of the plan ``estimate`` as a JSON object. Unknown or infinite numbers are null.
+
+    ``description``: model of the plan.
+    """
     layout, memory = estimate.layout, estimate.memory
     fields = asdict(estimate)
     fields["layout"] |= {"devices": layout.devices, "microbatches": layout.microbatches(estimate.global_batch)}
@@ -133,14 +136,20 @@ def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster
 
 
 def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return (name, ``terms[name] - other[name]``) pairs, the largest absolute difference first."""
+    """Compare two dicts of seconds. Return (name, ``terms[name] - other[name]``) pairs.
+
+    The pair with the largest absolute difference is first.
+    """
     names = [name for name in {**terms, **other} if terms.get(name) or other.get(name)]
     excess = [(name, terms.get(name, 0.0) - other.get(name, 0.0)) for name in names]
     return sorted(excess, key=lambda item: -abs(item[1]))
 
 
 def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
-    """Return a line that compares the step times of two plans, and names the terms that differ."""
+    """Return a line that compares the step times of two plans, and names the terms, such as "bubble", that differ.
+
+    ``other``: the plan to compare with.
+    """
     gain_s = other.step_s - estimate.step_s
     excess = differences(estimate.timing.terms, other.timing.terms)
     shown = [(name, excess_s) for name, excess_s in excess if abs(excess_s) > SMALL * estimate.step_s]
@@ -156,7 +165,7 @@ def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
 
 
 def changes(layout: ParallelLayout, other: ParallelLayout) -> str:
-    """Return the differing fields of two layouts as text, such as "data 32 instead of 4"."""
+    """Return the fields of ``layout`` that differ from ``other`` as text, such as "data 32 instead of 4"."""
     names = dict.fromkeys((*DEGREES, *asdict(layout)))
     pairs = [(name, getattr(layout, name), getattr(other, name)) for name in names]
     return ", ".join(f"{name} {value} instead of {old}" for name, value, old in pairs if value != old)

@@ -50,7 +50,10 @@ _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
-    """Return the distinct warnings ``flags`` of plans with ``layouts``, the most important first."""
+    """Return the distinct warnings in ``flags``, the most important first.
+
+    ``layouts``: layouts of the plans; warnings that hpcdist cannot run them are the most important.
+    """
     unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
 
     def rank(flag: str) -> int:
@@ -65,7 +68,10 @@ def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tup
 def by_row(
     rows: Sequence[Iterable[str]], shared_flags: Iterable[str] = (), layouts: Iterable[ParallelLayout] = ()
 ) -> list[str]:
-    """Return the distinct warnings of several table rows, the most important first, with their row numbers."""
+    """Return the distinct warnings of a table of plans, the most important first, with the numbers of their rows.
+
+    ``rows``: warnings of each row. ``shared_flags``: warnings of all rows. ``layouts``: layouts of the plans.
+    """
     flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):
         for flag in flags:
@@ -86,7 +92,7 @@ def _rows(flags: Mapping[int, str], num_rows: int) -> str:
 
 
 def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
-    """Return warnings on missing memory, idle replicas, and layout options without effect."""
+    """Return warnings about the plan ``estimate``: missing memory, idle replicas, layout options without effect."""
     memory, layout, flags = estimate.memory, estimate.layout, []
     if not memory.fits:
         missing = bytes_in_both(memory.bytes - memory.limit_bytes)
@@ -127,7 +133,7 @@ def _uneven(layout: ParallelLayout, global_batch: int) -> tuple[str, ...]:
 
 
 def row(estimate: PlanEstimate) -> list[str]:
-    """Return the table cells of a plan, in the order of `HEADS`."""
+    """Return the table cells of the plan ``estimate``, in the order of the column names `HEADS`."""
     layout, memory = estimate.layout, estimate.memory
     return [
         seconds(estimate.step_s) + between(estimate.step_range_s),
@@ -151,12 +157,15 @@ def strategy_cell(layout: ParallelLayout) -> str:
 
 
 def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with the column names ``heads``. Numbers are right-aligned."""
+    """Return the lines of a table with the column names ``heads`` and cells ``rows``. Numbers are right-aligned."""
     return text_table.aligned([heads, *rows], [column for column, head in enumerate(heads) if head in _LEFT])
 
 
 def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_command: str | None = None) -> str:
-    """Return a search result as text: a table, the reasons for its order, rejected layouts, and notes."""
+    """Return a search ``result`` as text: a table, the reasons for its order, rejected layouts, and ``notes``.
+
+    ``replan_command``: command to plan the best layout, which is printed.
+    """
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
     is_by_time = result.objective == "time"
@@ -192,7 +201,7 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
-    """Return a line on the table rows with an MFU that was lowered to the best published MFU, or []."""
+    """Return a line that names the table rows with an MFU lowered to the best published MFU, or []."""
     capped = {str(number): plan for number, plan in enumerate(plans, 1) if plan.is_capped}
     if not capped:
         return []
@@ -203,7 +212,7 @@ def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
 
 
 def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
-    """Return a table of (cluster name, plan) pairs, and the reasons why the fastest plan is faster."""
+    """Return a table of the ``rows`` (cluster name, plan) as lines, and the reasons why the fastest plan is faster."""
     first = rows[0][1]
     cells = []
     for number, (cluster, estimate) in enumerate(rows, 1):

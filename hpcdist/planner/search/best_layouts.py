@@ -78,7 +78,10 @@ class SearchResult:
 def search(
     description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, spec: SearchSpec
 ) -> SearchResult:
-    """Return the best layouts for ``devices`` devices. Raises UsageError for an impossible request."""
+    """Return the best layouts for ``devices`` devices of ``cluster``. Raises UsageError for an impossible request.
+
+    ``description``: model. ``global_batch``: samples per step. ``spec``: objective, and values to try.
+    """
     _check(description, cluster, devices, global_batch, spec)
     spare = SPARE_LAYOUTS if spec.simulate else 0
     tree = BranchAndBound(description, cluster, devices, global_batch, spec, keep=spec.first + spare)
@@ -130,7 +133,7 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
-    """Return the number of forward and backward passes of all pipeline stages in one step."""
+    """Return the number of forward and backward passes of all pipeline stages in a step of ``global_batch`` samples."""
     return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
 
 
@@ -178,7 +181,10 @@ def _refused(tree: BranchAndBound) -> tuple[RefusalCount, ...]:
 
 
 def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return the reasons why ``estimate`` is better in ``objective`` than the next layout, ``other`` or None."""
+    """Return lines with the reasons why plan ``estimate`` is better than ``other``, the next in the result, or None.
+
+    ``objective``: the criterion of the search, such as "time".
+    """
     if other is None:
         return ()
     lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]
@@ -210,7 +216,7 @@ def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
 
 
 def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
-    """Return lines on the largest terms of the step time, and on memory use."""
+    """Return lines on the largest terms of the step time, and on memory use. ``memory_bytes``: limit, or 0."""
     terms, step_s = estimate.timing.terms, estimate.step_s
     computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
     lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
@@ -229,7 +235,10 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(tree: BranchAndBound) -> tuple[str, ...]:
-    """Return lines on a search without result: the layout that lacks the least memory, and advice."""
+    """Return lines on a search in which no layout fits: the layout that exceeds memory least, and advice.
+
+    ``tree``: the finished search.
+    """
     if tree.memory_filter.leanest is None:
         return tuple(_no_grid(tree))
     over, layout, footprint = tree.memory_filter.leanest

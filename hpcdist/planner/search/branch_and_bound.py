@@ -48,7 +48,10 @@ class MemoryFilter:
     def fitting(
         self, layout: ParallelLayout, strategies: Sequence[Strategy], microbatch_sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the (strategy, compression) pairs in ``strategies`` with which ``layout`` fits into memory."""
+        """Return the (strategy, compression) pairs in ``strategies`` with which ``layout`` fits into memory.
+
+        ``microbatch_sizes``: all micro-batch sizes that the search tries; results are reused among them.
+        """
         stem: tuple[object, ...] = _STEM(layout)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
         if self._is_apart(layout, layout.microbatch):

@@ -94,14 +94,17 @@ class SearchSpec:
 
 
 def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
-    """Return the bytes that a layout may use on a device with ``memory_bytes`` bytes of memory."""
+    """Return the bytes that a layout may use on a device with ``memory_bytes`` bytes, by the settings ``spec``."""
     if spec.memory_bytes:
         return min(spec.memory_bytes, memory_bytes)
     return memory_bytes * (1 - spec.headroom)
 
 
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield a layout for each combination of parallel sizes on ``devices`` devices."""
+    """Yield a layout for each combination of parallel sizes on ``devices`` devices that ``spec`` allows.
+
+    The other fields have the base values of the search.
+    """
     # The caller must check that the layouts are possible. With `spec.fewer`, also smaller divisors of ``devices`` are
     # used.
     for tensor in _chosen(divisors(devices), spec.tensors):
@@ -124,7 +127,10 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of the layout ``grid`` with all combinations of recomputation and sequence parallelism."""
+    """Yield copies of the layout ``grid`` with all combinations of recomputation and sequence parallelism.
+
+    ``spec``: settings of the search, with the values to combine.
+    """
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
     if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed
@@ -135,7 +141,7 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try for the layout ``grid``, in ascending order."""
+    """Return the micro-batch sizes in samples to try for the layout ``grid``, in ascending order."""
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
@@ -149,7 +155,10 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return the (pipeline schedule, chunks per rank) pairs to try for the layout ``grid``."""
+    """Return the (pipeline schedule, model chunks per rank) pairs to try for the layout ``grid``.
+
+    ``description``: model. ``spec``: settings of the search.
+    """
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
@@ -163,7 +172,7 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
 
 
 def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
-    """Return the (strategy, compression) pairs to try for the layout ``grid``."""
+    """Return the (strategy, compression) pairs to try for the layout ``grid``. ``spec``: settings of the search."""
     if grid.data * grid.context == 1:
         none = "none" if "none" in spec.compressions else spec.compressions[0]
         return ((spec.strategies[0], none),)
@@ -171,7 +180,10 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(layout: ParallelLayout, strategy_pair: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return a copy of ``layout`` with a (strategy, compression) pair and, if not 0, a micro-batch size."""
+    """Return a copy of ``layout`` with a (strategy, compression) pair and micro-batches of ``microbatch`` samples.
+
+    0 samples: leave the micro-batch size unchanged.
+    """
     strategy, compression = strategy_pair
     alone = not layout.kernels.overlaps_coded and (compression != "none" or strategy == "parameter_server")
     return layout.but(
@@ -211,7 +223,7 @@ def check_objective(objective: str, cluster: Cluster) -> None:
 
 
 def value(estimate: PlanEstimate, objective: str) -> float:
-    """Return the value of ``objective`` for one step, such as seconds, joules or a price."""
+    """Return the value of ``objective`` for one step of the plan ``estimate``, such as seconds, joules or a price."""
     if objective == "time":
         return estimate.step_s
     if objective == "cost":
@@ -222,7 +234,7 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return the sort key of a plan: its objective value, and a second value to order equal values."""
+    """Return the sort key of the plan ``estimate``: (value of ``objective``, second value to order equal values)."""
     objective_value = value(estimate, objective)
     if objective != "time":
         return objective_value, objective_value
@@ -243,7 +255,10 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective of ``layout``, from its micro-batch times ``flow``."""
+    """Return a lower bound of ``objective`` per step for ``layout``, from its micro-batch times ``flow``.
+
+    It holds for every strategy and compression, because it excludes the exchange of gradients.
+    """
     # Excludes gradient exchange, optimizer update and reading of samples, so the bound holds for every data-axis
     # strategy and compression.
     least_s = sum(flow.terms.values())
@@ -268,7 +283,10 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the times per micro-batch of the whole model, over all pipeline ranks."""
+    """Return the times per micro-batch of the whole model, summed over all pipeline ranks.
+
+    ``description``: model. ``layout``: any layout that differs only in schedule, chunks, strategy and compression.
+    """
     many = layout.microbatches(global_batch)
     alone = layout.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
     load, waits = _alone(description, alone, cluster)
@@ -299,14 +317,17 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(totals: FamilyTotals, layout: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective of ``layout``, without pipeline idle time."""
+    """Return a lower bound of ``objective`` per step for ``layout``, from ``totals``, without pipeline idle time."""
     return _floor(totals, 0.0, 0.0, layout, cluster, objective)
 
 
 def schedule_bound(
     totals: FamilyTotals, layout: ParallelLayout, message_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective of ``layout``, with pipeline idle time."""
+    """Return a lower bound of ``objective`` per step for ``layout``, from ``totals``, with pipeline idle time.
+
+    ``message_s``: seconds of a message between neighbouring pipeline ranks.
+    """
     ranks = layout.pipeline
     if ranks == 1:
         return family_bound(totals, layout, cluster, objective)

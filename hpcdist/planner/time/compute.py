@@ -49,7 +49,7 @@ class UnitSeconds(NamedTuple):
 
 
 def cached(cluster: Cluster, kind: str) -> dict[Any, Any]:
-    """Return the cache of one ``kind`` of results, such as "loads", for ``cluster``."""
+    """Return the dict that caches results of one ``kind``, such as "loads", for ``cluster``."""
     results = _KNOWN.get(id(cluster))
     if results is None:
         results = _KNOWN[id(cluster)] = {}
@@ -65,7 +65,10 @@ timed_fields: Final = attrgetter(
 
 
 def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> UnitSeconds:
-    """Return the seconds of layer ``unit`` per micro-batch. Raises ConfigurationError for missing speeds."""
+    """Return the `UnitSeconds` of a micro-batch in model layer ``unit`` on one device.
+
+    Raises ConfigurationError if the cluster file lacks speeds.
+    """
     key = (unit, *timed_fields(layout))
     cache = cached(cluster, "unit_seconds")
     times: UnitSeconds | None = cache.get(key)
@@ -75,7 +78,10 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
-    """Return the fraction of the peak FLOP rate for a matrix product of ``size``, and a warning or ""."""
+    """Return (fraction of the peak FLOP rate for matrix products of ``size``, warning or "").
+
+    ``curve``: measured efficiency of the device by size.
+    """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
         return shares[0] * size / sizes[0], f"smaller than {sizes[0]:.6g}, the smallest on the curve"

@@ -53,7 +53,7 @@ class BucketChoice(NamedTuple):
 
 
 class BucketedGradients(NamedTuple):
-    """Gradients of a device that are sent in buckets."""
+    """Gradients of a device that are sent in buckets (groups of gradients in one allreduce)."""
 
     parameters: float  # number of parameters
     nbytes: float  # bytes to send
@@ -65,7 +65,10 @@ class BucketedGradients(NamedTuple):
 def choose_bucket(
     gradients: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
 ) -> BucketChoice:
-    """Return the bucket size with the least exposed time. ``cost_of(n)`` is the cost of n buckets."""
+    """Return the gradient bucket size with the least time that is not overlapped.
+
+    ``cost_of(n)``: cost of sending ``gradients`` in n buckets.
+    """
     # Lengths are tried in ascending order, doubling each time. hpcdist starts with the default of a recipe, the
     # published implementation with a message per unit, but at least the same bytes.
     grows = layout.kernels.grows_buckets
@@ -146,7 +149,11 @@ def exchange(
     matrices: Matrices = (),  # (rows, columns, count) per weight shape, for powersgd; (): square
     spare_bytes: float = math.inf,  # free memory for allreduce buckets above the default size
 ) -> ExchangeCost:
-    """Return the cost per step of a data-parallel exchange. Raises UsageError for an unknown strategy."""
+    """Return the cost per step of exchanging gradients and parameters between replicas. Raises UsageError.
+
+    ``parameters``: number on a device. ``backward_s``: seconds of a backward pass, which may overlap the exchange.
+    ``microbatches``: number per step.
+    """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     common = parameters - expert_parameters if layout.expert > 1 else parameters

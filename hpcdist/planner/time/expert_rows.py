@@ -59,7 +59,10 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 
 
 def row_turn(content: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of one all-to-all of ``content`` between expert ranks, such as "gradients"."""
+    """Return the cost of one all-to-all between expert ranks.
+
+    ``content``: data to send, such as "gradients". ``nbytes``: bytes in a rank's send buffer.
+    """
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if not layout.kernels.routes_rows:
         return collective("all_to_all", nbytes, reach, cluster)
@@ -88,14 +91,17 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of a device's buffers for sending ``nbytes`` bytes of tokens to experts."""
+    """Return the bytes of a device's buffers for sending ``nbytes`` bytes of tokens to experts.
+
+    ``route``: method of sending, from `row_route`.
+    """
     if route.method == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients
     return node_traffic(nbytes, route.nodes, route.ranks_per_node).workspace if route.method == HIERARCHICAL else 0.0
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of shared memory in which a rank publishes ``nbytes`` bytes of tokens to its node."""
+    """Return the bytes of shared memory that a rank needs to publish ``nbytes`` bytes of tokens to its node."""
     return 2 * part_bytes(nbytes)
 
 

@@ -53,7 +53,7 @@ Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, count)
 
 
 class Payload(NamedTuple):
-    """Compressed gradients of one device, and the ``method`` that sums them over the ranks."""
+    """Size and encoding cost of a device's compressed gradients, and the ``method`` that sums them over the ranks."""
 
     nbytes: float
     # "owned": each rank decodes and sums the gradients of its shard; ranks then gather the encoded sums.
@@ -74,7 +74,11 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, layers: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the payload of ``values`` compressed gradient elements, or None if uncompressed. Raises UsageError."""
+    """Return the `Payload` of ``values`` compressed gradient elements, or None if uncompressed. Raises UsageError.
+
+    ``ranks``: number of ranks that sum. ``layers``: number of model layers. ``matrices``: (rows, columns, count) of
+    the weights.
+    """
     if compression == "none":
         return None
     if compression not in COMPRESSIONS:
@@ -112,7 +116,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """Gradients that a device compresses."""
+    """Number and shapes of the gradients that a device compresses."""
 
     values: float  # number of elements
     units: int  # number of model layers
@@ -127,7 +131,10 @@ def compressed_sum(
     cluster: Cluster,
     buckets: int = 1,
 ) -> MessageCost:
-    """Return the cost of summing compressed gradients over ``axis``, with encoding and decoding."""
+    """Return the cost of summing compressed ``gradients`` over the ranks of ``axis``, with encoding and decoding.
+
+    ``operation``: "allreduce" or "reduce_scatter". ``buckets``: number of messages per step.
+    """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, buckets)
     inside = _inside(whole, cluster)

@@ -72,7 +72,7 @@ class GroupSpan:
         return max(tier.latency_s for tier in self.tiers)
 
     def tier_at(self, distance: int) -> LinkTier:
-        """Return the links between ranks r and r XOR ``distance``, which is a power of 2."""
+        """Return the `LinkTier` between ranks r and r XOR ``distance``, which is a power of 2."""
         # Partners share an aligned block of 2 * distance members: the first tier whose boxes consist of such blocks.
         for tier in self.tiers[:-1]:
             if tier.lanes * tier.fan % (2 * distance) == 0:
@@ -81,7 +81,10 @@ class GroupSpan:
 
 
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
-    """Return the device groups that communicate on a parallel axis, with their links. Raises UsageError."""
+    """Return the group of devices that communicate on the parallel ``axis``, such as "tensor", and their links.
+
+    Raises UsageError for an unknown axis.
+    """
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
     # "all": all computing devices. "replicas": devices with the same parameters. "expert_replicas": devices with the
@@ -109,7 +112,11 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 
 @lru_cache(maxsize=1 << 16)
 def group(size: int, stride: int, job_devices: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
-    """Return a device group with the links between its devices. Raises UsageError if no links join them."""
+    """Return the group of ``size`` devices, every ``stride``-th device of a job, with the links between them.
+
+    ``job_devices``: number of devices. ``levels``: link levels of the cluster. ``channels``: collectives use all
+    links of a node. Raises UsageError if no links join the devices.
+    """
     # `flags` warns of nodes with unequal numbers of members.
     tiers: list[LinkTier] = []
     flags: list[str] = []
@@ -141,7 +148,11 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 
 
 def members_inside(size: int, stride: int, box: int, inner_members: int = 1) -> int:
-    """Return the number of group members among ``box`` consecutive devices, such as those in a node."""
+    """Return the number of members of a group among ``box`` consecutive devices, such as a node.
+
+    The group has ``size`` devices, every ``stride``-th device of a job. ``inner_members``: result for the next
+    smaller box.
+    """
     # The result divides `size`. Boxes nest: a multiple of `below`, which divides the group into equal parts.
     room = max(1, box // stride)
     return inner_members * math.gcd(size // inner_members, max(1, room // inner_members))
@@ -292,14 +303,17 @@ NO_COST: Final = MessageCost(0.0, 0.0, "none")
 
 
 def repeated_cost(cost: MessageCost, count: float) -> MessageCost:
-    """Return the cost of ``count`` successive operations."""
+    """Return the cost of ``count`` successive operations that each cost ``cost``."""
     return MessageCost(cost.seconds * count, cost.nbytes * count, cost.algorithm, cost.flags)
 
 
 def collective(
     operation: str, nbytes: float, span: GroupSpan, cluster: Cluster, algorithm: str = "auto"
 ) -> MessageCost:
-    """Return the cost of a collective on a whole buffer of ``nbytes`` bytes. Raises UsageError."""
+    """Return the cost of the collective ``operation`` on a whole buffer of ``nbytes`` bytes. Raises UsageError.
+
+    ``span``: devices that take part. ``algorithm``: algorithm name; "auto" selects the fastest.
+    """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST
     if cluster.fits and span.stride == 1:  # fits are measured on neighbours; strided groups use other links
@@ -314,7 +328,7 @@ def collective(
 
 
 def message(nbytes: float, layout: ParallelLayout, axis: str, cluster: Cluster) -> MessageCost:
-    """Return the cost of a message to the next rank of ``axis`` while all ranks send."""
+    """Return the cost of a message of ``nbytes`` bytes to the next rank of ``axis`` while all ranks send."""
     reach = span(layout, axis, cluster)
     if reach.size <= 1 or nbytes <= 0:
         return NO_COST

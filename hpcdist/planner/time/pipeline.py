@@ -51,7 +51,7 @@ class PlannedSeconds(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Seconds of forward and backward."""
+        """Seconds per micro-batch of all passes: forward, input-gradient and weight-gradient."""
         return self.forward_s + self.input_s + self.weight_s
 
 
@@ -82,7 +82,11 @@ def closed_time(
     steps_overlap: bool = False,  # a rank starts the next step without waiting for other ranks
     ahead_s: float = 0.0,  # seconds per micro-batch of recomputation that can overlap the wait for the gradient
 ) -> PipelineTime:
-    """Return the step time by a closed formula, from the pass times of the slowest and the other ranks."""
+    """Return the step time by a closed formula.
+
+    ``slowest``: pass times of the slowest pipeline rank. ``others``: mean pass times of the other ranks. ``ranks``:
+    number of pipeline ranks.
+    """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
         return PipelineTime(busy_s, 0.0, 0.0, 0.0)
@@ -143,7 +147,10 @@ def simulated_timeline(
     message_s: float = 0.0,  # seconds of a message on a link
     recompute: bool = False,  # recompute chunks before the gradient arrives
 ) -> "StepTimeline":
-    """Simulate the passes of a step. ``chunks``: pass times of all model chunks, in model order."""
+    """Simulate the passes of a step on all pipeline ranks, and return their start and end times.
+
+    ``chunks``: pass times of all model chunks, in model order. ``ranks``: number of pipeline ranks.
+    """
     from hpcdist.strategies.schedule import timeline
     from hpcdist.strategies.schedule.simulated_program import LinkCost, StepCosts
 
@@ -191,7 +198,10 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the times per micro-batch of a pipeline rank from its computation and collectives, ``load``."""
+    """Return the times per micro-batch of a pipeline rank from its computation and collectives, ``load``.
+
+    ``costs``: cache of the costs of collectives, or None.
+    """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
     is_early = recomputes_ahead(layout)
@@ -206,7 +216,10 @@ def stage_of(
 def ranks_of(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[tuple[StageTime, int]]:
-    """Return (`StageTime`, number of pipeline ranks with these times) pairs."""
+    """Return a list of pairs (`StageTime`, number of pipeline ranks with these times).
+
+    ``description``: model. ``microbatches``: number per step.
+    """
     costs: dict[tuple[str, str, float], MessageCost] = {}
     return [
         (stage_of(load, layout, cluster, microbatches, costs), often)
@@ -237,7 +250,7 @@ def messages_per_microbatch(layout: ParallelLayout) -> int:
 
 
 def messages_block(layout: ParallelLayout) -> bool:
-    """Return True if a pipeline rank cannot compute until its messages are complete."""
+    """Return True if a pipeline rank of ``layout`` cannot compute while its messages are in flight."""
     return layout.kernels.blocks_on_messages and layout.schedule not in SPLIT
 
 
@@ -253,7 +266,11 @@ def closed_pipe(
     slowest: StageTime,
     message_s: float,
 ) -> PipelineTime:
-    """Return the step time of a pipeline by a closed formula, from the times of its ranks."""
+    """Return the step time of a pipeline by a closed formula, from the times of its ``ranks``.
+
+    ``ranks``: (times, number of ranks) pairs. ``slowest``: times of the slowest rank. ``message_s``: seconds of a
+    message between neighbours.
+    """
     others = slowest.seconds
     if layout.pipeline > 1:
         rest = [0.0, 0.0, 0.0]
@@ -272,7 +289,10 @@ def closed_form(
     message_s: float,
     ahead_s: float = 0.0,
 ) -> PipelineTime:
-    """Return the result of `closed_time` for the schedule and the pipeline size of ``layout``."""
+    """Call `closed_time` with the schedule and pipeline size of ``layout``, and return its result.
+
+    ``ahead_s``: seconds per micro-batch of recomputation that may overlap the wait for a gradient.
+    """
     return closed_time(
         layout.schedule,
         slowest,
@@ -295,7 +315,10 @@ def simulated_pipe(
     slowest: StageTime,
     message_s: float,
 ) -> PipelineTime:
-    """Return the step time of a pipeline by simulation of its schedule."""
+    """Return the step time of a pipeline by simulation of its schedule.
+
+    ``slowest``: times of the slowest rank. ``message_s``: seconds of a message between neighbours.
+    """
     costs: dict[tuple[str, str, float], MessageCost] = {}
     chunk_times = (
         stage_of(load, layout, cluster, microbatches, costs) for load in chunk_loads(description, layout, cluster)

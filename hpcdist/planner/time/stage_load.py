@@ -74,7 +74,10 @@ class CollectiveWait(NamedTuple):
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
-    """Return (`StageLoad`, number of pipeline ranks with this load) pairs."""
+    """Return (`StageLoad`, number of pipeline ranks with this load) pairs, one per distinct load.
+
+    ``description``: model.
+    """
     cache = cached(cluster, "loads")
     key = load_key(description, layout)
     distinct: tuple[tuple[StageLoad, int], ...] | None = cache.get(key)
@@ -105,7 +108,7 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the sum of the loads of two model chunks on one pipeline rank."""
+    """Return the sum of ``load`` and ``other``, the loads of two model chunks on one pipeline rank."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
     return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))
@@ -118,7 +121,10 @@ def collective_wait(
     cluster: Cluster,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the time per micro-batch that a rank waits for the collectives in ``load``."""
+    """Return the seconds per micro-batch that a rank waits for the collectives in ``load``, by axis.
+
+    ``costs``: cache of the costs of collectives, or None.
+    """
     costs = {} if costs is None else costs
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
     nbytes: dict[str, float] = {}
@@ -157,7 +163,7 @@ def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) ->
 
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
-    """Return the cache key of `loads`."""
+    """Return the cache key of `loads`: the arguments on which its result depends."""
     return (description, layout.pipeline, layout.chunks, layout.schedule, *timed_fields(layout))
 
 

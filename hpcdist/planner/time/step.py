@@ -42,7 +42,10 @@ WIDE_BYTES = 4  # float32: of a master, a moment
 
 
 def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
-    """Return the seconds of the gradient norm and the optimizer update on one device."""
+    """Return the seconds of the gradient norm and the optimizer update on one device.
+
+    ``parameters``: number on the device before sharding, including ``expert_parameters``.
+    """
     # ``parameters``: number before sharding, with ``expert_parameters``.
     numbers = updated_parameters(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
@@ -53,7 +56,7 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def updated_parameters(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that one of ``replicas`` ranks, or a parameter server, updates."""
+    """Return the number of ``parameters`` that one of ``replicas`` ranks, or a parameter server, updates."""
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
     return parameters / replicas if stage_of(layout.strategy) else parameters
@@ -90,7 +93,10 @@ def microbatch_flow(
     *,
     simulate: bool = False,
 ) -> MicrobatchFlow:
-    """Return the micro-batch times of a step. Raises ConfigurationError for an impossible schedule."""
+    """Return the times of a step's micro-batches. Raises ConfigurationError for an impossible schedule.
+
+    ``description``: model. ``global_batch``: samples per step.
+    """
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
         _check(layout, m)
@@ -125,7 +131,10 @@ def timing(
     spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
     flow: MicrobatchFlow | None = None,  # result of `microbatch_flow`
 ) -> TimeEstimate:
-    """Return the time of a step by phase. Raises ConfigurationError for an impossible schedule or precision."""
+    """Return the seconds of a step by phase. Raises ConfigurationError for an impossible schedule or precision.
+
+    ``description``: model. ``global_batch``: samples per step.
+    """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
     fullest, waits, hop = flow.fullest, flow.slowest.sent, flow.hop
@@ -159,7 +168,10 @@ def data_exchange(
     stage: StageTime,
     spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
 ) -> ExchangeCost:
-    """Return the cost of exchanging one pipeline rank's gradients and parameters over the data axis."""
+    """Return the cost of exchanging one pipeline rank's gradients and parameters over the data axis.
+
+    ``stage``: times of the rank. ``spare_bytes``: free memory for larger gradient buckets.
+    """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.kernels.keeps_end_layers:
         first, last = (local_parameters(unit, layout) for unit in (description.units[0], description.units[-1]))
@@ -211,7 +223,7 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing the gradients of norm weights over the tensor ranks."""
+    """Return the cost of summing the gradients of norm weights over the tensor ranks, for the layers of ``load``."""
     if layout.tensor == 1 or not layout.sequence_parallel:
         # Only sequence parallelism needs this sum.
         return NO_COST

@@ -53,7 +53,10 @@ class Hdf5Dataset:
         return elements
 
     def files(self) -> list[tuple[Path, os.stat_result]] | None:
-        """Return (path, `os.stat` result) of each file that stores this dataset, or None if a file is unknown."""
+        """Return a list of (path, `os.stat` result) of each file that stores this dataset.
+
+        Return None if a file is unknown.
+        """
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -257,7 +260,7 @@ _RULES: Final = b"2"  # version of `not_text`: cached concatenations of other ve
 
 
 def not_text(path: Path, head: bytes) -> str:
-    """Return the reason why the file ``path`` with the first bytes ``head`` is not text, or "" if it is text."""
+    """Return the reason why the file ``path`` is not text, or "" if it is text. ``head``: first bytes of the file."""
     # UTF-8 and single-byte encodings are text. UTF-16 and UTF-32 are not, because they contain NUL bytes.
     suffix = path.suffix.lower()
     if suffix in FORMATS:
@@ -298,7 +301,7 @@ def kind_of(path: Path) -> str:
 
 
 def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
-    """Return the text of all text files below ``path``, the end offset of each file, and a name for messages."""
+    """Return (text of all text files below ``path``, end offset of each file in the text, name for messages)."""
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
         raise DataError(f"data.path = {path}: no files in the directory; name a text file or a directory of text files")
@@ -308,7 +311,7 @@ def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
 
 
 def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
-    """Return the source text of Python's standard library, the end offset of each file, and a name for messages."""
+    """Return (source text of Python's standard library, end offset of each file in it, name for messages)."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [name for name in _walk(root, SKIPPED_DIRECTORIES) if name.endswith(".py")]
     if not files:

@@ -22,7 +22,10 @@ SCANNED_TOKENS = 1 << 22  # tokens read at a time in the search for document end
 
 
 def document_ends(tokens: Sliceable, file_ends: np.ndarray | None, config: DataConfig, what: str) -> np.ndarray:
-    """Return the sorted end offsets of the documents in ``tokens``, an int64 array. Raises DataError."""
+    """Return the sorted end offsets of the documents in ``tokens``, an int64 array. Raises DataError.
+
+    ``file_ends``: end offsets of the files in ``tokens``, or None. ``what``: name of the data for messages.
+    """
     parts = [np.array([len(tokens)], np.int64)] if file_ends is None else [file_ends.astype(np.int64)]
     token = config.document_end
     if token >= 0:
@@ -80,7 +83,7 @@ _best_fit.sample(lambda: (np.ones(1, np.int64), np.zeros(1, np.int64), 1, np.zer
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
     """Assign documents of ``sizes`` tokens to samples of ``context`` tokens. No document may be longer than a sample.
 
-    Return the sample index of each document, and the number of samples.
+    Return (index of the sample of each document, number of samples).
     """
     sample_of = np.empty(sizes.size, np.int64)
     return sample_of, int(_best_fit(sizes, np.argsort(-sizes, kind="stable"), context, sample_of))
@@ -130,7 +133,11 @@ class PackedSamples:
         return 1 - float(self._filled.sum()) / (self.count * self._context)
 
     def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
-        """Return the mean number of query-key pairs within a document per packed sample, as `DocumentPairs`."""
+        """Return the mean number of query-key pairs per packed sample, as `DocumentPairs`.
+
+        Only pairs within one document count. Keywords: ``causal`` mask, and ``window`` of the attention (0:
+        none).
+        """
         lengths, counts = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
         every = seen = 0
         for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
@@ -179,7 +186,10 @@ class PackedSplit:
 def split_documents(
     tokens: Sliceable, ends: np.ndarray, config: DataConfig, model: ModelConfig, what: str
 ) -> PackedSplit:
-    """Pack the documents that end at offsets ``ends`` into training and validation samples. Raises DataError."""
+    """Pack documents into training and validation samples. Raises DataError.
+
+    ``ends``: end offsets of the documents in ``tokens``. ``what``: name of the data for messages.
+    """
     number, border = len(ends), len(tokens) - round(len(tokens) * config.validation_fraction)
     if config.validation_fraction > 0:
         if number < 2:

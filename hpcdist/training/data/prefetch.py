@@ -31,7 +31,7 @@ class _End:
 
 
 class ReadAhead(Generic[T]):
-    """Iterator over ``items``. A thread reads at most ``depth`` items ahead. Also a context manager."""
+    """Iterator over ``items``. A thread reads at most ``depth`` of them ahead. Also a context manager."""
 
     def __init__(self, items: Iterable[T], depth: int = PREFETCH_DEPTH) -> None:
         self._queue: queue.Queue[T | _End] = queue.Queue(depth)
@@ -89,7 +89,10 @@ class ReadAhead(Generic[T]):
 
 
 def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
-    """Return this replica's range of samples in global batch ``batch``. ``shares`` None: an even division. Local."""
+    """Return this replica's range of samples in the global batch number ``batch``. Local.
+
+    ``data_axis``: communicator over the replicas. ``shares``: samples of each replica; None: an even division.
+    """
     if shares is not None:
         return shares.range_of(batch, data_axis.rank)
     size = recipe.run.batches.size(batch)

@@ -23,7 +23,10 @@ ROUNDS = 8
 
 
 def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Return the elements ``indices`` of a random permutation of the integers below ``size``, selected by ``key``."""
+    """Return the elements at positions ``indices`` of a random permutation of the integers below ``size``.
+
+    ``key``: random integers that select the permutation.
+    """
     # ``indices``: int64 (n,). ``key``: uint64 (ROUNDS,).
     assert size >= 1 and key.shape == (ROUNDS,) and key.dtype == np.uint64
     bits = (size - 1).bit_length()
@@ -70,13 +73,13 @@ def even_part(samples: int, parts: int, part: int) -> Range:
 
 
 def microbatches(batch: Batch, count: int) -> list[Batch]:
-    """Split a batch into ``count`` views. If it has fewer samples than micro-batches, the last views are empty."""
+    """Split ``batch`` into ``count`` views. If it has fewer samples than ``count``, the last views are empty."""
     x, y = batch
     return [(x[part.slice], y[part.slice]) for part in split(len(x), count, itemsize=1, align_bytes=1)]
 
 
 def shards(batch: Batch, size: int, count: int) -> list[Batch]:
-    """Split a batch into ``count`` views of ``size`` samples (logical shards). The last views may be empty."""
+    """Split ``batch`` into ``count`` views (logical shards) of ``size`` samples. The last views may be empty."""
     x, y = batch
     return [(x[first : first + size], y[first : first + size]) for first in range(0, count * size, size)]
 
@@ -90,7 +93,10 @@ class SampleOrder:
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
     def epoch_indices(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer per epoch."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer of the epoch.
+
+        The integer determines the shift of the sample boundaries.
+        """
         # Callers shift the sample boundaries by the integer. Raw words do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
         words = generator.random_raw(ROUNDS + 2)
@@ -105,7 +111,7 @@ class SampleOrder:
         return np.where(positions < 2, 1 - positions, positions) if swaps else positions, word
 
     def indices(self, first: int, count: int) -> list[int]:
-        """Return ``count`` sample indices from position ``first`` on, in the endless sequence of epochs."""
+        """Return a list of ``count`` sample indices from position ``first`` on, in the endless sequence of epochs."""
         indices: list[int] = []
         while len(indices) < count:
             epoch, start = divmod(first + len(indices), self._samples)
@@ -122,7 +128,7 @@ class Sampler:
         self._samples, self._seed, self._order = samples, seed, SampleOrder(seed, samples.count, rule)
 
     def batch(self, first: int, count: int) -> Batch:
-        """Return ``count`` samples from position ``first`` on; position 0 is the first sample of the run."""
+        """Return a batch of ``count`` samples from position ``first`` on. Position 0 is the first sample of the run."""
         parts = []
         while count > 0:
             epoch, start = divmod(first, self._samples.count)
@@ -141,7 +147,7 @@ class Sampler:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Concatenate arrays, or `ArrayGroup` objects, along the first axis (samples)."""
+    """Concatenate ``parts``, arrays or `ArrayGroup` objects, along the first axis (samples)."""
     if isinstance(parts[0], ArrayGroup):
         arrays = zip(*(part.arrays for part in parts), strict=True)
         return replace(parts[0], arrays=tuple(np.concatenate(members) for members in arrays))
@@ -149,7 +155,10 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield the evaluation batches of shard ``part`` of ``parts``, each of at most ``longest`` samples."""
+    """Yield the evaluation batches of shard number ``part`` of ``parts``, each of at most ``longest`` samples.
+
+    ``limit``: number of evenly spaced ``samples`` to use in all shards together; 0: all.
+    """
     # ``limit``: number of evenly spaced samples to use (0: all). All shards get the same
     # number of batches, of which the last may be empty.
     total = min(limit or samples.count, samples.count)
@@ -193,11 +202,11 @@ class SampleShares:
         self._sizes = [(0, even_shares(samples, replicas))]  # (first batch, sizes), ascending
 
     def of(self, batch: int) -> ShareSizes:
-        """Return a tuple with the number of samples of every replica in batch number ``batch``."""
+        """Return a tuple with each replica's number of samples in batch number ``batch``."""
         return next(sizes for first, sizes in reversed(self._sizes) if first <= batch)
 
     def range_of(self, batch: int, replica: int) -> Range:
-        """Return the range of samples that ``replica`` computes in batch number ``batch``."""
+        """Return the range of samples within batch number ``batch`` that ``replica`` computes."""
         sizes = self.of(batch)
         start = sum(sizes[:replica])
         return Range(start, start + sizes[replica])
@@ -208,22 +217,28 @@ class SampleShares:
         return self._sizes[-1][1]
 
     def change(self, first: int, sizes: ShareSizes) -> None:
-        """Set the number of samples of each replica from batch ``first`` on. No rank may have read that batch yet."""
+        """Set each replica's number of samples to ``sizes`` from batch ``first`` on.
+
+        No rank may have read that batch yet.
+        """
         assert sum(sizes) == sum(self.newest) and first > self._sizes[-1][0]
         self._sizes.append((first, sizes))
 
     def forget(self, batch: int) -> None:
-        """Forget the numbers of samples in batches before ``batch``."""
+        """Delete the entries for batches before ``batch``, to free memory."""
         while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return the state to save in a checkpoint: pairs [first batch, samples of each replica] from ``batch`` on."""
+        """Return the state for a checkpoint: a list of [first batch, samples of each replica] from ``batch`` on."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Restore ``state``, a result of the method `state`. Return False for other replica counts or batch sizes."""
+        """Restore ``state``, a result of the method `state`.
+
+        Return False if the state has another number of replicas, or another batch size.
+        """
         restored = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
         fits = bool(restored) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in restored)
@@ -242,7 +257,10 @@ class LoadBalancer:
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
-        """Record the compute time of ``step``. Return True if the shares of later batches changed. Collective."""
+        """Record the compute time of ``step``. Return True if later batches are divided differently. Collective.
+
+        ``compute_s``: this rank's seconds of computation.
+        """
         samples = self._shares.of(step - 1)[self._data.rank]
         self._sample_s.append(compute_s / samples)
         if step % BALANCE_EVERY_STEPS or len(self._sample_s) < LEAST_TIMINGS:

@@ -67,7 +67,10 @@ _read_blocks.sample(lambda: (0, np.empty(0, np.int64), np.empty((0, 1), np.uint8
 
 
 def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray:
-    """Allocate an array for data of the file ``path``. Raises StorageError if the array does not fit into memory."""
+    """Return a new array of ``shape`` and ``dtype`` for data of the file ``path``.
+
+    Raises StorageError if the array does not fit into memory.
+    """
     try:
         return np.empty(shape, dtype)
     except (ValueError, MemoryError) as error:
@@ -165,7 +168,7 @@ def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
 
 
 def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return an array whose row i has ``length`` elements of ``whole``, from offset ``starts[i]`` on."""
+    """Return an array whose row i has the ``length`` elements of ``whole`` from offset ``starts[i]`` on."""
     if isinstance(whole, np.ndarray):
         rows: np.ndarray = whole[starts[:, None] + np.arange(length)]
     else:
@@ -174,13 +177,13 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 class Samples(Protocol):
-    """Interface of ``count`` samples, which can be shifted in the text by 0 to ``shifts - 1`` tokens."""
+    """Interface of ``count`` samples. Their boundaries in the text can be shifted by 0 to ``shifts - 1`` tokens."""
 
     count: int
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return arrays with the inputs and targets of samples ``indices``, shifted by ``shift`` tokens in the text."""
+        """Return (inputs, targets) arrays of the samples ``indices``, shifted by ``shift`` tokens in the text."""
         ...
 
 
@@ -188,7 +191,7 @@ class FilledSamples(Samples, Protocol):
     """Interface of samples that may end with padding."""
 
     def filled(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of tokens before the padding in each of the samples ``indices``."""
+        """Return an array with the number of tokens before the padding in each of the samples ``indices``."""
         ...
 
     def targets(self, indices: np.ndarray) -> int:
@@ -229,7 +232,7 @@ class NextTokenSamples:
 
 
 class TableRows:
-    """Samples that are rows ``start`` to ``stop - 1`` of the table ``x``, with classes ``y``."""
+    """Samples that are the rows ``start`` to ``stop - 1`` of the input array ``x``, with the class numbers ``y``."""
 
     shifts = 1
 

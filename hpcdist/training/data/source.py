@@ -56,7 +56,10 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return a hash of all elements of ``columns``, called ``what`` in messages. Collective. Raises StorageError."""
+    """Return a hash of all elements of the arrays ``columns``, in hexadecimal. Collective. Raises StorageError.
+
+    ``what``: name of the data for messages. ``kept_only``: use only a cached hash, and return "" without one.
+    """
     # Ranks with the same files share the work. With ``kept_only``, return a cached hash, or else "".
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
@@ -181,7 +184,7 @@ LARGEST_INPUT = 1 << 40  # products of three inputs still fit NumPy's numbers
 
 @dataclass(frozen=True)
 class Source:
-    """Training and validation samples of a run, with facts about the data."""
+    """Training and validation samples of a run, with a description, hashes and sizes of the data."""
 
     description: str
     training: Samples
@@ -195,12 +198,15 @@ class Source:
     documents: DocumentPairs | None = None  # packed training samples: pairs of attention
 
     def matches(self, scalars: Mapping[str, Any]) -> bool:
-        """Return True if a checkpoint was trained on this data. ``scalars``: the scalars of the checkpoint."""
+        """Return True if a checkpoint was trained on this data. ``scalars``: named values stored in the checkpoint."""
         stored = scalars.get("data_digest")
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
-        """Yield the validation micro-batches of shard ``part`` of ``parts``, or empty batches if ``part`` is None."""
+        """Yield the validation micro-batches of shard number ``part`` of ``parts``.
+
+        If ``part`` is None, yield as many empty batches.
+        """
         # Every shard gets the same number of micro-batches; the last may be empty.
         if self.validation is None:
             return
@@ -209,14 +215,20 @@ class Source:
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
     def targets_in(self, targets: Array, per_sample: float) -> float:
-        """Return the number of targets over which the loss of a batch with ``targets`` is averaged."""
+        """Return the number of targets over which the loss of a batch with ``targets`` is averaged.
+
+        ``per_sample``: number of targets per sample without padding.
+        """
         # ``per_sample``: number of targets per sample. In packed samples, `IGNORED` targets do not count.
         if self.padding is None:
             return len(targets) * per_sample
         return int((targets != IGNORED).sum())
 
     def place(self, batch: Batch, recipe: "Recipe") -> Batch:
-        """Copy a batch to the device of ``recipe``. Local. Raises DataError for tokens outside the vocabulary."""
+        """Return a copy of ``batch`` on the device of ``recipe``. Local.
+
+        Raises DataError for tokens outside the vocabulary.
+        """
         on, vocabulary = recipe.run.device, recipe.model.vocabulary
         if isinstance(batch[0], PackedTokens):
             tokens, *rest = batch[0].arrays
@@ -233,7 +245,10 @@ class Source:
 
 
 def usable_inputs(inputs: object) -> dict[str, int]:
-    """Return ``inputs`` if it is a dict from names of model sizes to positive integers, else {}. Local."""
+    """Return ``inputs`` if it is a valid dict {name of a model size: positive integer}, else {}. Local.
+
+    Model sizes that the data determine, such as the number of classes, are stored in checkpoints.
+    """
     if not isinstance(inputs, dict) or not set(inputs) <= MODEL_INPUTS:
         return {}
     return inputs if all(type(size) is int and 0 < size < LARGEST_INPUT for size in inputs.values()) else {}
@@ -242,7 +257,10 @@ def usable_inputs(inputs: object) -> dict[str, int]:
 def open_source(
     config: DataConfig, model: ModelConfig, comm: Communicator, *, digests: bool = True, kept_only: bool = False
 ) -> Source:
-    """Open the data for ``model``. Collective. All ranks raise DataError for missing, unsuitable or differing data."""
+    """Open the training data of section ``config`` for ``model``. Collective.
+
+    All ranks of ``comm`` raise DataError for missing, unsuitable or differing data.
+    """
     # Ranks compare hashes of some elements and, with ``digests``, of all data. ``kept_only``: use only a cached hash of
     # all data.
     verdict: str | HpcdistError

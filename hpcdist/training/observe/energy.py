@@ -42,7 +42,10 @@ def carbon_intensity(config: EnergyConfig) -> CarbonIntensity:
 
 
 def electricity_figures(config: EnergyConfig, joules: float, seconds: float) -> dict[str, Any]:
-    """Return a dict with the electricity, cost and emissions of ``joules`` (NaN: unknown), used in ``seconds``."""
+    """Return {figure name: value}: electricity, cost and emissions of ``joules`` used in ``seconds``.
+
+    ``config``: prices and carbon intensity. ``joules`` NaN: unknown.
+    """
     return energy_metrics.figures(
         joules,
         seconds,
@@ -62,7 +65,10 @@ def energy_figures(
     activities: Mapping[str, Any] | None = None,
     config: EnergyConfig | None = None,
 ) -> dict[str, Any]:
-    """Return a run's energy figures for ``report``, a result of `EnergyMonitor.report`. Unknown figures are None."""
+    """Return {figure name: value} from ``report``, a result of `EnergyMonitor.report`. Unknown figures are None.
+
+    ``steps``, ``samples``, ``tokens``: numbers trained with this energy.
+    """
     # ``steps``, ``samples``, ``tokens``: numbers trained with this energy. ``activities``: result of
     # `phase_shares.job_activities`. ``config``: electricity price and carbon intensity.
     phases, config = report["phases"], config or EnergyConfig()
@@ -189,7 +195,7 @@ class EnergyRecorder:
         return None if least is None or least.seen_share >= 1 else least
 
     def collect(self) -> list[NodeRows]:
-        """Return all nodes' energy samples since the last call, for the metrics file. Collective."""
+        """Return a list of all nodes' energy samples since the last call, for the metrics file. Collective."""
         self._attribute()
         return self.monitor.collect()
 
@@ -215,7 +221,7 @@ class EnergyRecorder:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return a dict to store in a checkpoint: energy of the run until now, total and per activity. Collective."""
+        """Return a dict to store in a checkpoint: the run's energy until now, in total and per activity. Collective."""
         joules = self.monitor.state()
         return self._record(joules, self._activities(joules, final=False))
 
@@ -240,7 +246,10 @@ class EnergyRecorder:
         )
 
     def note(self) -> dict[str, Any]:
-        """Store the result of `state` in the run directory, and return it. Collective. Rank 0 raises StorageError."""
+        """Store the run's energy until now, the result of `state`, in the run directory, and return it. Collective.
+
+        Rank 0 raises StorageError.
+        """
         state = self.state()
         self._write(state)
         return state

@@ -31,7 +31,10 @@ from hpcdist.training.build.trainer import Trainer
 
 
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
-    """Open the event sinks that ``config`` names, on rank 0. ``say(text)`` prints a message."""
+    """Return the event sinks, such as files, that ``config`` names. Rank 0 only. ``say(text)`` prints a message.
+
+    ``run``: description of the run.
+    """
     sinks: list[StreamSink] = []
     try:
         if config.jsonl:
@@ -60,7 +63,10 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return {event kind: {figure name: value}} for the event kinds "energy" and "utilisation". Local."""
+    """Return {event kind: {figure name: value}} for the event kinds "energy" and "utilisation". Local.
+
+    ``state``: result of `EnergyRecorder.state`. ``tokens``: number of tokens trained with this energy.
+    """
     # ``state``: result of `EnergyRecorder.state`. ``tokens``: number of tokens trained with this energy.
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
@@ -175,19 +181,22 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record a step's collective time, of which ``exposed_s`` is not overlapped, and its layer prefetches."""
+        """Record the seconds of a step's collectives: ``total_s``, and ``exposed_s`` that delay computation.
+
+        ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
+        """
         # ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Add the metrics of ``step``. ``ranks`` maps a metric's name to an array, one value per rank. Rank 0 only."""
+        """Add the metrics of ``step``. ``ranks``: {metric: array with one value per rank}. Rank 0 only."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
     def saved(self, step: int, held_s: float) -> None:
-        """Record that a checkpoint after ``step`` is complete. It delayed the steps by ``held_s`` seconds."""
+        """Record that a checkpoint after ``step`` is complete. Its save delayed the steps by ``held_s`` seconds."""
         self._checkpoints += 1
         self._hold_up(step + 1)
         figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
@@ -198,13 +207,16 @@ class EventPublisher:
             self._held_up.add(step)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Record the validation loss after ``step``; NaN means that the loss is unknown."""
+        """Record ``loss``, the validation loss after ``step``. NaN means that the loss is unknown."""
         self._hold_up(step + 1)
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Gather times, bytes and memory use of all ranks as events on rank 0. Collective."""
+        """Gather times, bytes and memory use of all ranks as events on rank 0. Collective.
+
+        ``monitor``: energy measurements. ``energy``: result of `EnergyRecorder.state`.
+        """
         # ``energy``: result of `EnergyRecorder.state`.
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()

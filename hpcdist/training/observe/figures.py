@@ -116,7 +116,7 @@ def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
 
 
 def warn_of_whole_gathers(trainer: Trainer) -> str:
-    """Return a warning if ZeRO-3 gathers most parameters of a user's model at once, else "". Local."""
+    """Return a warning if ZeRO-3 gathers most parameters of a user's model in one message, else "". Local."""
     model, ranges = trainer.model, trainer.context.ranges
     if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.traits.gathers:
         return ""
@@ -141,7 +141,10 @@ PEAK_SECONDS: Final = 0.03  # duration of the peak measurement on each rank
 
 
 def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, reason: str) -> dict[str, Any]:
-    """Return figures about the model FLOPs utilization (MFU). ``reason``: cause of a NaN speed. Collective."""
+    """Return {figure name: value} of the model FLOPs utilization (MFU) at ``tokens_per_s``. Collective.
+
+    ``reason``: cause if this speed is NaN.
+    """
     # Figures, None if unknown: model FLOPs per sample and per second, and measured peak FLOPs per second of all ranks.
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
@@ -181,7 +184,10 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 
 def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write the consensus distances, noise scales and expert loads measured since the last call. Only rank 0 writes."""
+    """Write what was measured since the last call: consensus distances, noise scales and expert loads.
+
+    Only rank 0 writes.
+    """
     if new := trainer.exchange.new_consensus_distances():
         metrics.put(side_tables.CONSENSUS, step=list(new), distance=list(new.values()))
     if trainer.noise is not None and (rows := trainer.noise.taken()):
@@ -196,7 +202,10 @@ def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:
-    """Return a dict with the distance between the replicas' parameters, or {} if they are always equal. Local."""
+    """Return {figure name: value} of the distance between the replicas' parameters. Local.
+
+    Return {} if the parameters of all replicas are always equal.
+    """
     return {name: json_number(value) for name, value in trainer.exchange.consensus().items()}
 
 
@@ -207,7 +216,7 @@ def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a dict of figures about stragglers. ``workers``: one dict of measurements per computing rank. Local."""
+    """Return {figure name: value} about stragglers. ``workers``: one dict of measurements per computing rank. Local."""
     # "samples_by_replica": from the last step, or None if samples are always divided evenly. With parameter servers,
     # dropped gradients or their staleness are included.
     exchange = trainer.exchange

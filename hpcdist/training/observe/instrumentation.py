@@ -54,7 +54,10 @@ class NvtxRanges:
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return a context manager for a profiler range with the text of `label`, in the colour of ``phase``."""
+        """Return a context manager for a profiler range with the text of `label`.
+
+        ``phase``: phase of the step, which selects the colour of the range.
+        """
         annotation = self._known.get((phase, name, microbatch, unit))
         if annotation is None:
             annotation = self._annotate(
@@ -65,7 +68,10 @@ class NvtxRanges:
 
 
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return a profiler range's text, such as "FORWARD microbatch 0 unit 3". Numbers of -1 are left out."""
+    """Return the text of a profiler range, such as "FORWARD microbatch 0 unit 3".
+
+    ``microbatch`` or ``unit`` (model layer) -1: left out of the text.
+    """
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
@@ -96,7 +102,10 @@ class ConsoleProgress:
             print(text, file=sys.stderr, flush=True)
 
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
-        """Show the results of step number ``done``. ``targets``: number of targets in its loss, over all ranks."""
+        """Show the results of step number ``done``. ``targets``: number of targets in the loss, over all ranks.
+
+        ``communication_s``: seconds of communication. ``step_s``: seconds of the step.
+        """
         # Targets of dropped gradients are not in ``targets``.
         if not self._shown:
             return
@@ -147,7 +156,7 @@ class StepLog:
         self._has_suspected = False
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Log ``step`` if ``result`` says that it was skipped or recomputed, or that its loss scale changed."""
+        """Log ``step`` if its ``result`` is that it was skipped or recomputed, or that its loss scale changed."""
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
@@ -227,7 +236,10 @@ class Instrumentation:
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Record time and energy of the ``with`` body in ``phase``, such as "validation". Traces show ``name``."""
+        """Record time and energy of the ``with`` body. ``phase``: type of activity, such as "validation".
+
+        ``name``: label of the time span in traces.
+        """
         # All ranks should enter the body together.
         start = now_ns()
         with self.energy.monitor.window(phase), self.ranges(phase, name):
@@ -235,7 +247,7 @@ class Instrumentation:
         self.spans.add(phase, name, self.step, start, now_ns())
 
     def awaited(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the items of ``batches``, and record the time that this rank waits for each of them."""
+        """Yield the items of the iterator ``batches``, and record the time that this rank waits for each item."""
         waiting = iter(batches)
         while True:
             start = now_ns()

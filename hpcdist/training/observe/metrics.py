@@ -55,7 +55,11 @@ class RunMetrics:
     def add(
         self, step: int, loss: float, learning_rate: float, tokens: int, seconds: Mapping[str, float], sent_bytes: float
     ) -> None:
-        """Add this rank's metrics row of ``step``. ``seconds`` maps a phase of the step to seconds. Local."""
+        """Add this rank's metrics row of ``step``. ``seconds``: {phase of the step: seconds}. Local.
+
+        ``tokens``: number of targets in the step's loss, over all replicas. ``sent_bytes``: bytes that this
+        rank sent.
+        """
         self._common.append((step, loss, learning_rate, tokens))
         figures = {**seconds, "sent_bytes": sent_bytes}
         self._own.append([figures[name] for name in PER_RANK])
@@ -99,16 +103,20 @@ class RunMetrics:
         self._streaming.row(step, loss, learning_rate, tokens, wide)
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Write a script's validation loss after ``step``, unless it is NaN. Only rank 0 writes."""
+        """Write ``val_loss``, a script's validation loss after ``step``, unless it is NaN. Only rank 0 writes."""
         if self._writer is not None and not math.isnan(val_loss):
             self._writer.evaluation(step, val_loss)
 
     def unsaved(self) -> list[tuple[StepColumns, list[float]]]:
-        """Return this rank's metrics rows that the file may lack: input of `carry` after a rank failure. Local."""
+        """Return the list of this rank's metrics rows that the file may lack: input of `carry`. Local."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, old_world: int) -> None:
-        """After a rank failure, append the ``rows`` up to step ``last`` that the metrics file lacks. Collective."""
+        """After a rank failure, append the ``rows`` up to step ``last`` that the metrics file lacks. Collective.
+
+        ``rows``: this rank's result of `unsaved`. ``old_world``: number of ranks before the failure; 0 on a
+        rank that has not trained.
+        """
         # ``rows``: result of `unsaved`. ``old_world``: number of ranks before the failure, or 0 on a rank that has not
         # trained. Dead ranks get NaN.
         self._gathered = list(rows)
@@ -134,12 +142,15 @@ class RunMetrics:
             )
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Write rows to ``table`` of the metrics file. ``**columns``: values by column name. Only rank 0 writes."""
+        """Append rows to ``table`` of the metrics file. ``**columns``: {column name: values}. Only rank 0 writes."""
         if self._writer is not None:
             self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """On rank 0, write ``val_loss`` (after ``steps`` steps) and ``**figures`` (by name); close the event sinks."""
+        """On rank 0, write ``val_loss`` (after ``steps`` steps) and ``**figures``, and close the event sinks.
+
+        ``**figures``: final results by name.
+        """
         if self._writer is not None:
             if not math.isnan(val_loss):
                 self._writer.evaluation(steps, val_loss)
@@ -178,7 +189,7 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set each worker's number of completed steps at the start. ``clocks`` maps a rank to this number. Local."""
+        """Set each worker's number of completed steps at the start. ``clocks``: {rank: number of steps}. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:

@@ -68,7 +68,10 @@ class SdcCheck(StepObserver):
             self._step, self._digest = step.number, xxhash.xxh3_128()
 
     def agreed(self, step: RunningStep) -> None:
-        """Compute ``step`` again if it is due or suspicious. Collective. Raises DivergenceError for repeated faults."""
+        """Repeat the computation of ``step`` if it is due or suspicious, and compare the results. Collective.
+
+        Raises DivergenceError if all repetitions differ, or if a rank is wrong in two checks in a row.
+        """
         # If the results differ, a third computation decides. DivergenceError: all three results differ, or a rank
         # computes wrong results in two checks in a row.
         outcome = step.outcome

@@ -54,7 +54,7 @@ class StepMeter(StepObserver):
         self._rows: list[tuple[float, ...]] = []
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return the measurements since the last call, one tuple per measured step: its number, and the figures."""
+        """Return a list of the measurements since the last call: tuples of step number and figures."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -71,7 +71,7 @@ class NoiseMeter(StepMeter):
         self.smoothed = SmoothedNoise()
 
     def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ConfigurationError on all ranks if the step's ``operations`` prevent the measurement. Collective."""
+        """Raise ConfigurationError if the noise of a step with ``operations`` cannot be measured. Collective."""
         refusals = self._context.world.allgather_object(_mixed_microbatches(operations) if self.looks_at_first else "")
         if any(refusals):
             raise ConfigurationError(next(filter(None, refusals)))
@@ -95,7 +95,10 @@ class NoiseMeter(StepMeter):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return two numbers whose sums over all ranks are |g|^2 and 1/b. g: mean gradient of b samples."""
+        """Return an array of two numbers. Their sums over all ranks are |g|^2 and 1/b.
+
+        g is the mean gradient of b samples of one replica or micro-batch. Call this once per ``step``.
+        """
         # b is the number of samples of one replica or micro-batch. This resets the sum: call it once per step.
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
@@ -130,7 +133,10 @@ class NoiseMeter(StepMeter):
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
-    """Return the gradient noise scale and the critical batch size, or {} if ``meter`` is None. Local."""
+    """Return {figure name: value}: gradient noise scale and critical batch size; {} if ``meter`` is None. Local.
+
+    ``batch``: global batch size.
+    """
     if meter is None:
         return {}
     scale = meter.smoothed.mean.noise_scale
@@ -202,7 +208,7 @@ class RouterMeter(StepMeter):
 
 
 def router_figures(meter: RouterMeter | None) -> dict[str, Any]:
-    """Return a dict of the last step's router figures, or {} for a model without experts (``meter`` None). Local."""
+    """Return {figure name: value} of the routers in the last step, or {} without experts (``meter`` None). Local."""
     if meter is None or meter.last is None:
         return {}
     return {"router": {name: float(value) for name, value in meter.last._asdict().items()}}

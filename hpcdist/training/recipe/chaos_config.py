@@ -64,7 +64,10 @@ class ChaosFault:
 
 
 def parse_faults(kind: str, entries: Sequence[str | int]) -> list[ChaosFault]:
-    """Return the faults in ``entries``, the value of ``chaos.<kind>``. Raises ConfigurationError if one is invalid."""
+    """Return the faults of type ``kind`` in ``entries``, the value of the recipe key ``chaos.<kind>``.
+
+    Raises ConfigurationError if an entry is invalid.
+    """
     if kind == "overflow":  # entries are steps; rank 0 is always one that computes
         faults = [ChaosFault(kind, 0, int(step)) for step in entries]
         if any(fault.step < 1 for fault in faults):
@@ -141,7 +144,7 @@ class ChaosConfig:
         return sorted(faults, key=lambda fault: fault.step)
 
     def within(self, world: int) -> "ChaosConfig":
-        """Return a copy without the entries for ranks that do not exist in a job of ``world`` ranks."""
+        """Return a copy without the stragglers and faults of ranks that do not exist in a job of ``world`` ranks."""
         among: dict[str, Any] = {
             kind: tuple(entry for entry in getattr(self, kind) if parse_faults(kind, [entry])[0].rank < world)
             for kind in FAULT_KINDS
@@ -159,7 +162,10 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError if a fault cannot occur on its rank. Only the first ``computing`` ranks compute."""
+        """Raise ConfigurationError if a fault cannot occur on its rank in a job of ``world`` ranks.
+
+        Only the first ``computing`` ranks compute.
+        """
         # The other ranks are parameter servers. ``lock_step``: servers take part in every step.
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)

@@ -60,7 +60,10 @@ class Recipe:
         self.chaos.check_steps(self.run.steps)
 
     def check_world(self, data_ranks: int, **options: object) -> None:
-        """Raise ConfigurationError if recipe keys contradict each other, or do not fit ``data_ranks`` replicas."""
+        """Raise ConfigurationError if recipe keys contradict each other, or do not fit ``data_ranks`` replicas.
+
+        ``data_ranks`` 0: unknown.
+        """
         # ``data_ranks`` is 0 if unknown. ``**options``: command-line options to check too, by name.
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
@@ -78,12 +81,12 @@ class ResolvedRecipe:
 
 @cache
 def known_keys() -> Mapping[str, Field]:
-    """Return the declarations of all recipe keys, keyed by ``section.name``."""
+    """Return {"section.name": declaration} of all recipe keys."""
     return {f"{section}.{name}": key for section, kind in SECTIONS.items() for name, key in fields_of(kind).items()}
 
 
 def check_value(key: str, value: Any) -> None:
-    """Raise ConfigurationError if ``value`` is invalid for the recipe key ``key``, whatever the other keys are."""
+    """Raise ConfigurationError if ``value`` is invalid for the recipe key ``key``. Other keys are not considered."""
     section, _, name = key.partition(".")
     rule = known_keys()[key].rule(section)
     if rule is not None and (refusal := rule.refusal({key: value})):
@@ -94,12 +97,12 @@ def check_value(key: str, value: Any) -> None:
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """Return the default values of all recipe keys, keyed by ``section.name``."""
+    """Return {"section.name": default value} of all recipe keys."""
     return flat(Recipe())
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """Return all values of ``recipe``, keyed by ``section.name``."""
+    """Return {"section.name": value} of all keys of ``recipe``."""
     return {key: value for name in SECTIONS for key, value in section_values(name, getattr(recipe, name)).items()}
 
 
@@ -110,7 +113,8 @@ def load(
 ) -> ResolvedRecipe:
     """Return the recipe in the file ``path`` (None: no file), changed by ``overrides`` such as "run.steps=100".
 
-    Raises ConfigurationError for an invalid file, key or value, and UsageError for an override without a value.
+    ``environment``: variables that also change it. Raises ConfigurationError for an invalid file, key or value, and
+    UsageError for an override without a value.
     """
     # A relative path, such as data.path, is relative to the file that sets it, or else to the current directory.
     environment = os.environ if environment is None else environment
@@ -158,7 +162,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def digest(recipe: Recipe) -> str:
-    """Return a hash of all values of ``recipe``, in hexadecimal."""
+    """Return a hash of all values of ``recipe``, in hexadecimal, to detect a changed recipe."""
     return hashlib.blake2b(dump(recipe).encode(), digest_size=16).hexdigest()
 
 
@@ -200,7 +204,10 @@ def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
 
 
 def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
-    """Return a text for each changed recipe key that prevents ``recipe`` from resuming the run of ``stored``."""
+    """Return a list with a text for each changed recipe key that prevents ``recipe`` from resuming a run.
+
+    ``stored``: recipe of the run.
+    """
     rounded = stored.precision.computes != recipe.precision.computes
     return [
         text
@@ -210,7 +217,10 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return a hint for users to start another run from ``run_dir``, or "" if ``contradictions`` name a model key."""
+    """Return a hint for users to start another run from the model in ``run_dir``.
+
+    Return "" if ``contradictions``, texts about changed keys, name a model key.
+    """
     if any(text.startswith("model.") for text in contradictions):
         return ""
     return f"; to start another run with its parameters: --out OTHER --init-from {run_dir}"

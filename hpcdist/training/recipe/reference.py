@@ -100,7 +100,7 @@ def lookup(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return ``name`` if it is a recipe key, else the first recipe key that allows the value ``name``."""
+    """Return ``name`` if it is a recipe key. If it is a value such as "zero1", return the first key that allows it."""
     return next(key for key in recipe.known_keys() if key == name or name in _choices(key))
 
 

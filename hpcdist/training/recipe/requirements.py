@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def degrees_equation(recipe: "Recipe", world: int) -> str:
-    """Return an equation such as "8 = data 4 x pipeline 2". Raises ConfigurationError if ``world`` ranks do not fit."""
+    """Return a text such as "8 = data 4 x pipeline 2" for the parallel sizes of ``recipe`` on ``world`` ranks.
+
+    Raises ConfigurationError if the sizes do not fit the number of ranks.
+    """
     grid = grid_of_recipe(recipe, world)
     if recipe.parallel.strategy == "gossip":
         from hpcdist.strategies.decentralised import gossip  # imports numpy, which is slow
@@ -44,7 +47,10 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 
 
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
-    """Return the process grid of ``recipe`` and the ranks' `Roles` or None. Raises ConfigurationError."""
+    """Return (process grid of ``recipe`` on ``world`` ranks, `Roles` as worker or parameter server, or None).
+
+    The roles are None if every rank computes. Raises ConfigurationError if the recipe does not fit.
+    """
     # The roles are None without parameter servers, or if every rank computes and serves. With ``chaos``, the ranks in
     # section [chaos] are also checked.
     from hpcdist.strategies.core.grid import ProcessGrid
@@ -110,7 +116,10 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
-    """Return a message, in a list, if a script in the command line ``program`` needs cupy and cupy is missing."""
+    """Return a list with a message if a script in the command line ``program`` needs the missing module cupy.
+
+    Otherwise the list is empty.
+    """
     for word in program:
         if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
             return [f"{word}: tensors on GPUs need the module cupy, which {sys.executable} does not have: {_CUPY.cure}"]

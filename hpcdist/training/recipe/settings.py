@@ -29,7 +29,10 @@ class Settings:
 
 
 def site(environment: Mapping[str, str], keys: Keys) -> Settings | None:
-    """Return the settings of the site profile named by HPCDIST_SITE, or None if unset. ``keys``: all recipe keys."""
+    """Return the settings of the site profile that HPCDIST_SITE names in ``environment``, or None if unset.
+
+    ``keys``: all recipe keys.
+    """
     named = environment.get(site_search.VARIABLE)
     if not named:
         return None
@@ -38,7 +41,10 @@ def site(environment: Mapping[str, str], keys: Keys) -> Settings | None:
 
 
 def user(environment: Mapping[str, str], keys: Keys) -> Settings | None:
-    """Return the user's settings (config.toml) or None. ``keys``: all recipe keys. Raises ConfigurationError."""
+    """Return the settings in the user's file config.toml, or None if there is no file. Raises ConfigurationError.
+
+    ``environment``: variables that locate the file. ``keys``: all recipe keys.
+    """
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     path = Path(home).expanduser() / "hpcdist" / "config.toml"
     try:
@@ -51,15 +57,19 @@ def user(environment: Mapping[str, str], keys: Keys) -> Settings | None:
 
 
 def file(path: Path, what: str, keys: Keys) -> Settings:
-    """Return the settings in the TOML file ``path``. Errors call it "``what`` ``path``", such as "recipe a.toml".
+    """Return the settings in the TOML file ``path``. ``what``: kind of file for messages, such as "recipe".
 
-    Raises StorageError for an unreadable file, and ConfigurationError for invalid content.
+    ``keys``: all recipe keys. Raises StorageError for an unreadable file, and ConfigurationError for invalid
+    content.
     """
     return table(regular.settings(path, what), f"{what} {path}", keys, path.parent)
 
 
 def table(tree: Mapping[str, Any], source: str, keys: Keys, base: Path) -> Settings:
-    """Return the settings in the nested dict ``tree`` from ``source``. Paths are relative to the folder ``base``."""
+    """Return the settings in the nested dict ``tree``. ``source``: origin of the values, such as "recipe a.toml".
+
+    ``keys``: all recipe keys. ``base``: folder to which paths in the values are relative.
+    """
     settings = Settings()
     for key, value in _flattened(tree, keys):
         _add_setting(settings, key, value, source, keys, base)
@@ -67,7 +77,10 @@ def table(tree: Mapping[str, Any], source: str, keys: Keys, base: Path) -> Setti
 
 
 def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
-    """Return the settings in environment variables such as HPCDIST_SET__RUN__STEPS=9. ``keys``: all recipe keys."""
+    """Return the settings in variables of ``environment`` such as HPCDIST_SET__RUN__STEPS=9.
+
+    ``keys``: all recipe keys.
+    """
     settings = Settings()
     for name in sorted(environment):
         if name.startswith(SETTINGS_PREFIX):
@@ -78,7 +91,10 @@ def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
 
 
 def overrides(texts: Iterable[str], keys: Keys, option: str = "--set") -> Settings:
-    """Return the settings in ``texts``, each "section.name=value". The last value of a key counts."""
+    """Return the settings in ``texts``, each "section.name=value". The last value of a key counts.
+
+    ``keys``: all recipe keys. ``option``: command-line option that gave the texts, for messages.
+    """
     # ``option``: command-line option that gave ``texts``, for error messages.
     settings = Settings()
     for text in texts:
@@ -129,7 +145,7 @@ def _parse(key: str, text: str, keys: Keys) -> Any:
 
 
 def suggestion(key: str, keys: Keys) -> str:
-    """Return a text for the error about the unknown ``key``: the nearest of ``keys``, or a list of keys or sections."""
+    """Return a hint for the error that ``key`` is not in ``keys``: the nearest key, or a list of keys or sections."""
     section = key.partition(".")[0]
     sections = list(dict.fromkeys(other.partition(".")[0] for other in keys))
     near = _nearest_key(key, keys, sections)

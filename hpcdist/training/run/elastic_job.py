@@ -41,7 +41,10 @@ from hpcdist.training.run_directory import refuse_restart_over_checkpoints
 
 
 def refit(recipe: Recipe, ranks: int) -> tuple[Recipe, int] | None:
-    """Adapt ``recipe`` to at most ``ranks`` ranks. Return (new recipe, number of used ranks), or None if impossible."""
+    """Reduce the parallel sizes of ``recipe`` until it runs on at most ``ranks`` ranks.
+
+    Return (new recipe, number of used ranks), or None if impossible.
+    """
     if _is_runnable(recipe, ranks):
         return recipe, ranks
     parallel = recipe.parallel
@@ -84,7 +87,10 @@ def _is_runnable(recipe: Recipe, ranks: int) -> bool:
 
 
 def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
-    """Return a message about a change of the ranks, the new layout, the restored state, and the recovery time."""
+    """Return a message about the change of the training ranks, the new layout, and the restored state.
+
+    ``origin``: restored state; None: step 0. ``seconds``: duration of the recovery.
+    """
     happened = []
     if change.lost:
         happened.append(f"rank{'s' * (len(change.lost) > 1)} {', '.join(map(str, change.lost))} died")

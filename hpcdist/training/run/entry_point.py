@@ -28,7 +28,11 @@ def train(
     limit_s: float | None = None,
     is_verbose: bool = False,
 ) -> None:
-    """Train ``recipe`` on all ranks of the launcher, then exit with the same code on all ranks. Collective."""
+    """Train ``recipe`` on all ranks of the launcher, then exit with the same code on all ranks. Collective.
+
+    ``out``: run directory, or None. ``resume``: "auto" or "never". ``as_json``: print the summary as JSON.
+    ``limit_s``: seconds until the run saves and stops.
+    """
     # ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``as_json``: print the summary as
     # JSON. The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
     # `hpcdist run --survive`, it survives rank failures.
@@ -56,7 +60,10 @@ def train(
 
 
 def join() -> int:
-    """Join the running job that started this new process, and train to the end. Collective over all new processes."""
+    """Join a running job, in a process that the job started, and train to the end.
+
+    Collective over all new processes.
+    """
     import hpcdist.training.data.prefetch  # noqa: F401
 
     stop_requests = StopRequests()

@@ -54,12 +54,18 @@ class TrainingJob:
     is_verbose: bool = False  # print the selected algorithms and the proof of the step in the introduction
 
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
-        """Train from state ``origin`` (None: step 0) to the end or a stop. Return the common exit code. Collective."""
+        """Train from state ``origin`` (None: step 0) to the end or a stop. Return the exit code. Collective.
+
+        ``session``: communication of this process.
+        """
         loop = self.open(session, recipe, origin)
         return self.finish(loop, *self.steps(loop))
 
     def open(self, session: Session, recipe: Recipe, origin: StateSource | None) -> TrainingLoop:
-        """Build the run from state ``origin`` (None: step 0) and return its training loop. Collective."""
+        """Build the run from state ``origin`` (None: step 0) and return its training loop. Collective.
+
+        ``session``: communication of this process.
+        """
         session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
         progress = self.progress(trainer)
@@ -69,7 +75,7 @@ class TrainingJob:
     def assemble(
         self, session: Session, recipe: Recipe, origin: StateSource | None
     ) -> tuple[Trainer, StateSource | None]:
-        """Return the trainer, and the `StateSource` from which its state was restored. Collective.
+        """Build the trainer with state ``origin`` (None: step 0). Return (trainer, restored `StateSource`). Collective.
 
         If ``origin`` is a damaged checkpoint, the state is restored from an earlier checkpoint.
         """
@@ -84,19 +90,28 @@ class TrainingJob:
         return trainer, used
 
     def described(self, recoveries: int) -> dict[str, Any]:
-        """Return a dict of the data with which a new process joins this job after so many ``recoveries``. Local."""
+        """Return a dict of the data that a new process needs to join this job. Local.
+
+        ``recoveries``: number of recoveries of the job, including the current recovery.
+        """
         # ``recoveries`` includes the current recovery.
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
         return description | {"holder": self.holder, "lives": self.lives, "life": recoveries}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective over ``everyone``."""
+        """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective over ``everyone``.
+
+        Keyword ``takes``: True on this rank only, if it must take the lock over from a dead rank.
+        """
         if takes:  # True on rank ``leader`` only
             self.lock.take_over(self.run.path, self.holder)
         self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
 
     def introduce(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> None:
-        """Print the lines that introduce the run: layout, data, learning rate. Only rank 0 prints."""
+        """Print the lines that introduce the run: layout, data, learning rate. Only rank 0 prints.
+
+        ``progress``: display that prints them.
+        """
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
             lines = _introduction(session, trainer, self.run, self._entropies(trainer))
@@ -104,7 +119,7 @@ class TrainingJob:
                 progress.say(line)
 
     def progress(self, trainer: Trainer) -> ConsoleProgress:
-        """Return a new console progress display for the run. Local."""
+        """Return a new console progress display for the steps of ``trainer``. Local."""
         run = trainer.recipe.run
         shown = trainer.comm.rank == 0
         return ConsoleProgress(run.steps, trainer.first_step, run.log_every_s, shown, unit=trainer.speed_unit)
@@ -118,7 +133,10 @@ class TrainingJob:
     def loop(
         self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
-        """Open metrics and sensors, and return the training loop. ``protect`` is called after each step. Collective."""
+        """Open metrics and sensors, and return the training loop. Collective.
+
+        ``protect``: function to call after each step, which copies the state to other ranks.
+        """
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
@@ -127,7 +145,7 @@ class TrainingJob:
         )
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
-        """Make the remaining steps, then validate. Return (outcome, validation loss or NaN). Collective."""
+        """Make the remaining steps of ``loop``, then validate. Return (outcome, validation loss or NaN). Collective."""
         exit_file.collect_as_usual()  # user modules may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:
@@ -146,7 +164,10 @@ class TrainingJob:
         return outcome, val_loss
 
     def finish(self, loop: TrainingLoop, outcome: RunOutcome, val_loss: float) -> int:
-        """Report the outcome of the steps, free all resources, and return the exit code. Collective."""
+        """Report ``outcome``, the result of the steps, and ``val_loss``. Free all resources, and return the exit code.
+
+        Collective.
+        """
         trainer, comm = loop.trainer, loop.session.comm
         entropies = self._entropies(trainer) if comm.rank == 0 else {}
         summary = summarise(comm, trainer, outcome, self.run.path, val_loss, entropies)

@@ -38,7 +38,10 @@ from hpcdist.training.run.stop_requests import StepRequests, StopReason, StopReq
 
 
 def mean_validation_loss(trainer: Trainer) -> float:
-    """Return the mean loss in nats over the validation samples, or NaN if there are none. Collective."""
+    """Return the mean loss in nats of the model of ``trainer`` over the validation samples. Collective.
+
+    Return NaN if there are no samples.
+    """
     # The samples do not depend on the number of ranks, so the loss differs only by rounding.
     trainer.flush()
     computes, source = trainer.context.computes, trainer.source
@@ -58,7 +61,7 @@ SAMPLED_STEPS: Final = 2048  # maximum number of steps to keep for medians
 
 
 class StepStatistics:
-    """Statistics of one rank's steps: the first step, sums over the later steps, and a sample of the later steps."""
+    """Statistics of one rank's steps: the first step, sums over the later steps, and a random selection of these."""
 
     # The first step compiles kernels and opens connections. The sample of `SAMPLED_STEPS` steps is drawn by algorithm R
     # of Vitter (1985). The fixed seed makes ranks with equally many steps choose the same steps.
@@ -70,7 +73,10 @@ class StepStatistics:
         self._random = random.Random(0)
 
     def add(self, step_s: float, sent_bytes: float, **figures: float) -> None:
-        """Add a step. ``sent_bytes`` is NaN if MPI chose the algorithm. ``**figures``: further values by name."""
+        """Add a step of ``step_s`` seconds, in which this rank sent ``sent_bytes`` bytes.
+
+        ``sent_bytes`` is NaN if MPI chose the algorithm. ``**figures``: further values by name.
+        """
         self.count += 1
         figures |= {"step_s": step_s, "sent_bytes": sent_bytes}
         if self.count == 1:
@@ -131,7 +137,11 @@ class TrainingLoop:
         energy: EnergyRecorder,
         protect: Protect | None = None,
     ) -> None:
-        """Open the files of the run in ``directory``. Collective. ``protect`` copies the state to other ranks."""
+        """Open the files of the run in ``directory``. Collective.
+
+        ``attributes``: values to store in the metrics file. ``protect``: function to call after each step,
+        which copies the state to other ranks.
+        """
         # ``attributes``: values to store in the metrics file.
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
@@ -184,14 +194,14 @@ class TrainingLoop:
         self.step_log.shares(self.outcome.done, only_last=False)
 
     def step(self, step: int, batch: MicroBatch) -> None:
-        """Run step number ``step`` (from 1) on this rank's share of the batch."""
+        """Make step number ``step`` (from 1). ``batch``: this replica's samples of the step."""
         trainer = self.trainer
         self._step(step, trainer.cut(trainer.place(batch)))
         if step == trainer.first_step + 1 and self.session.watchdog is not None:
             self.session.watchdog.tighten()  # kernels are compiled, and connections are open
 
     def end(self) -> RunOutcome:
-        """Save a checkpoint unless the last step was saved, write all ranks' metrics, and return the outcome."""
+        """Save a checkpoint unless the last step is saved, and write all ranks' metrics. Return the run's outcome."""
         self.stop_requests.begun()
         outcome = self.outcome
         self.metrics.flush()

@@ -28,7 +28,10 @@ class MembershipChange:
 
 
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the reaction to rank failures (one of `SURVIVE_MODES`; "": the job ends) and the number of spare ranks."""
+    """Return (reaction to rank failures, number of spare ranks), from the variables in ``environment``.
+
+    The reaction is one of `SURVIVE_MODES`; "": the job ends.
+    """
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
         raise ConfigurationError(f"{SURVIVE}={mode!r}; unset {SURVIVE}, or choose one of {', '.join(SURVIVE_MODES)}")
@@ -52,7 +55,10 @@ class Membership:
 
     @classmethod
     def begin(cls, everyone: Communicator, mode: str, spares: int) -> "Membership":
-        """Return the membership at the start of the job, where the last ``spares`` ranks do not train. Local."""
+        """Return the membership of ``everyone`` at the start, where the last ``spares`` ranks do not train. Local.
+
+        ``mode``: reaction to rank failures, one of `SURVIVE_MODES`.
+        """
         size = everyone.size - spares
         if size < 1:
             raise ConfigurationError(
@@ -62,14 +68,17 @@ class Membership:
         return cls(everyone, mode, everyone.rank if everyone.rank < size else None, size)
 
     def world(self) -> Communicator | None:
-        """Return the communicator of the training ranks in rank order, or None on a spare. Collective."""
+        """Return the communicator of the training ranks in rank order, or None on a spare rank. Collective."""
         places = self._places()
         self.spares = tuple(rank for rank, place in enumerate(places) if place is None)
         self.leader = places.index(0)
         return self.everyone.split(None if self.place is None else 0, self.place or 0, "training")
 
     def wait(self) -> int:
-        """On a spare, sleep until the job ends; return the job's exit code. Local. Raises an error if a rank failed."""
+        """On a spare rank, sleep until the job ends; return the job's exit code. Local.
+
+        Raises an error if a rank failed.
+        """
         code = np.zeros(1)
         spawn.sleep_until_message(self.everyone, SPARE_POLL_S).recv(code)
         return int(code[0])
@@ -81,13 +90,13 @@ class Membership:
                 self.everyone.send(np.array([float(code)]), rank)
 
     def keep(self, used: int) -> None:
-        """Turn the training ranks ``used`` and above into spares. Local, but all ranks must call this."""
+        """Keep only ``used`` training ranks: turn the higher ranks into spares. Local, but all ranks must call this."""
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None
 
     def meet(self) -> MembershipChange:
-        """Replace dead training ranks, and return the change. Collective over the living ranks.
+        """Find the dead ranks, replace or remove them, and return the change. Collective over the living ranks.
 
         After an error for which `is_rank_failure` is True, all living ranks must call `meet` again.
         """
@@ -117,9 +126,10 @@ class Membership:
                 self.place = place
 
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
-        """Start a process for each dead training rank. Return ``change`` with the number of started processes.
+        """Start a new process for each dead training rank. Collective over the living ranks.
 
-        ``description``: picklable object that new processes receive. Collective over the living ranks.
+        Return ``change`` with the number of new processes added. ``description``: picklable object that these
+        processes receive.
         """
         vacant = self._vacant(self._places())
         if vacant:

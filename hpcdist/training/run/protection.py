@@ -69,7 +69,7 @@ class StateProtection:
     def keep(self, step: int, now: bool) -> None:
         """Record that ``step`` is complete. Every ``survival.every_steps`` steps, copy the state to a partner rank.
 
-        If ``now`` is True, copy at once. Collective.
+        ``now``: True to copy after this step in any case. Collective.
         """
         self._done = step
         if step > self._trainer.first_step:

@@ -42,39 +42,52 @@ class CheckpointSaver:
         return False
 
     def save(self, step: int, **more: Any) -> Path:
-        """Save the state after ``step`` steps, and ``**more`` (further scalars). Return the checkpoint's path."""
+        """Save the state after ``step`` steps. Return the checkpoint's path. ``**more``: further scalars to save."""
         trainer = self.trainer
         trainer.flush()
         writers = trainer.recipe.checkpoint.writers
         return save_planned(self.plan(step, more), trainer.exchange.pieces(), trainer.comm, writers, self._kept)
 
     def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
-        """Return a `SavePlan` for a checkpoint after ``step`` steps. ``more``: further scalars to save. Local."""
+        """Return a `SavePlan` of the tensors and scalars of a checkpoint after ``step`` steps. Local.
+
+        ``more``: further scalars to save.
+        """
         plan = state.save_plan(self.trainer, self.directory, step, more)
         faults = self.trainer.faults
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return two flags of a background save, 0 or 1: this rank still writes, its last write failed. Local."""
+        """Return an array of two flags, 0 or 1: this rank still writes in the background; its last write failed. Local.
+
+        A blocking saver returns an empty array.
+        """
         return np.zeros(0)  # this saver does not write in the background
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` must be called. ``sums``: result of `numbers`, summed over all ranks. Local."""
+        """Return True if `settle` must be called, because all ranks have written or a rank has failed. Local.
+
+        ``sums``: result of `numbers`, summed over all ranks.
+        """
         return False  # otherwise: all ranks have written, or a rank has failed
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Commit the checkpoint in flight if possible. Return its path when it is complete, else None.
+        """Commit the checkpoint that is being written, once all ranks have written it.
 
-        ``sums``: result of `numbers`, summed over all ranks. All ranks raise StorageError if a rank failed to write.
+        Return its path if it is now complete, else None. ``sums``: result of `numbers`, summed over all ranks.
+        All ranks raise StorageError if a rank failed.
         """
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint in flight. Return its path or None. On failure, all ranks raise StorageError."""
+        """Wait until the checkpoint that is being written is complete. Return its path, or None without one.
+
+        On failure, all ranks raise StorageError.
+        """
         return None
 
     def abandon(self) -> None:
-        """Give up the checkpoint in flight after a failure: it never becomes visible. Local."""
+        """Stop writing a checkpoint after a failure. The incomplete checkpoint never becomes visible. Local."""
 
 
 class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
@@ -97,7 +110,10 @@ class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
 
 
 def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
-    """Return the checkpoint saver (blocking or background) that the recipe of ``trainer`` selects. Local."""
+    """Return the saver, blocking or background, that the recipe of ``trainer`` selects. Local.
+
+    ``directory``: directory of the checkpoints.
+    """
     kind = BackgroundCheckpointSaver if trainer.recipe.checkpoint.asynchronous else CheckpointSaver
     return kind(trainer, directory)
 
@@ -105,7 +121,10 @@ def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
 def stripe_checkpoints(
     comm: Communicator, directory: Path, config: CheckpointConfig, state_bytes: int, say: Callable[[str], None]
 ) -> None:
-    """Set the file-system striping (as of Lustre) of the checkpoint ``directory``. Collective over ``comm``."""
+    """Set the file-system striping (as of Lustre) of the checkpoint ``directory``. Collective over ``comm``.
+
+    ``state_bytes``: bytes that this rank saves. ``say(text)`` prints the result. A failure does not end the run.
+    """
     # ``state_bytes``: size of this rank's part of a checkpoint. ``say`` prints the result. The directory is created if
     # missing. A failure does not end the run.
     stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
@@ -175,7 +194,7 @@ class CheckpointTimer:
 
     @property
     def cost_s(self) -> float:
-        """Median delay of training by one save, in seconds. Before the first save, an estimate."""
+        """Median of the seconds by which one save delayed the training. Before the first save, an estimate."""
         return quantile(self._saves, 0.5) if self._saves else self._guess_s
 
     @property
@@ -192,7 +211,7 @@ class CheckpointTimer:
         return 0.0 if self._starts is None else max(self._starts.mtbf_s, self.cost_s)
 
     def due(self) -> bool:
-        """Return True if a checkpoint should be saved after the next step."""
+        """Return True if it is time to save a checkpoint at the end of the next step."""
         if math.isinf(self.interval_s):
             return False
         step_s = quantile(self._steps, 0.5) if self._steps else 0.0

@@ -38,7 +38,10 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
-    """Return the end of the job in seconds since 1970: the earlier of ``started + limit_s`` and Slurm's limit."""
+    """Return the end of the job in seconds since 1970, or infinity if unknown.
+
+    It is the earlier of ``started + limit_s`` and Slurm's limit in ``environment``.
+    """
     # The result is infinite without both limits.
     ends = math.inf if limit_s is None else started + limit_s
     job_end = environment.get(JOB_END, "")
@@ -92,7 +95,10 @@ class StopRequests:
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
-        """Request a stop once the file ``stop_file`` exists or ``time_up()`` is True. Call this on one rank only."""
+        """Request a stop once the file ``stop_file`` exists or ``time_up()`` is True. Call this on one rank only.
+
+        `current` checks both conditions.
+        """
         self._stop_file, self._time_up = stop_file, time_up
 
     def listen(self) -> None:
@@ -102,7 +108,7 @@ class StopRequests:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *callbacks: Callable[[], object]) -> None:
-        """Let a signal end this process at once, after calls of ``*callbacks``, until `begun`. Main thread only."""
+        """Until `begun` is called, let a signal call ``*callbacks`` and end this process at once. Main thread only."""
         for action in callbacks:
             self._at_once.before(action)
         self._at_once.switch(True)
@@ -112,7 +118,7 @@ class StopRequests:
         self._at_once.before(action)
 
     def begun(self) -> None:
-        """Let signals request a stop after the current step from now on, instead of ending the process. Local."""
+        """Mark the start of the steps: from now on, a signal requests a stop after the current step. Local."""
         if self._at_once.on:
             self._at_once.switch(False)
 
@@ -154,7 +160,7 @@ class StopRequests:
             return 0.0  # not written by `hpcdist grow`, or removed meanwhile
 
     def grown(self) -> None:
-        """Remove the request file of `hpcdist grow`, after the ranks have been added. Local."""
+        """Remove the file with the request of `hpcdist grow`, because the ranks have been added. Local."""
         if self.grow_file is not None:
             self.grow_file.unlink(missing_ok=True)
 
@@ -187,7 +193,10 @@ class StepRequests(NamedTuple):
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:
-    """Return INTERRUPT if any rank requests it, else REQUEUE, or None without requests. ``counts``: sums over ranks."""
+    """Return INTERRUPT if any rank requests it, else REQUEUE if any rank requests that, else None.
+
+    ``counts``: number of ranks with each `StopReason`.
+    """
     if counts[StopReason.INTERRUPT] > 0:
         return StopReason.INTERRUPT
     return StopReason.REQUEUE if counts[StopReason.REQUEUE] > 0 else None

@@ -55,7 +55,8 @@ def lock_step_throughput(
 ) -> StepThroughput:
     """Return the speed of a run in which all ranks make each step together. Local.
 
-    ``ranks``, ``workers``: one dict of measurements per rank, and per rank that computes.
+    ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute. ``targets``:
+    mean number of loss terms per step.
     """
     # ``targets``: mean number of targets (tokens or samples) per step. A step takes the time of the slowest worker. The
     # sent bytes of a step are from the rank that sends most; the result is their median or, if ``alike`` is False,
@@ -81,7 +82,7 @@ def lock_step_throughput(
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
     """Return the speed of a run in which workers do not wait for each other. Local.
 
-    ``ranks``, ``workers``: one dict of measurements per rank, and per rank that computes.
+    ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute.
     """
     # The token rate is measured from the end of the first step of any worker. The step time is the median of the
     # workers' medians.
@@ -131,7 +132,7 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary of the run in ``directory`` as a dict. Unknown figures are None. Collective."""
+    """Return {figure name: value, or None if unknown} of the run in ``directory``, from all ranks. Collective."""
     # ``entropies``: n-gram entropies of the training text, used on rank 0.
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -184,7 +185,10 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: value or None}: mean and median of the step time and of the communication fraction. Local."""
+    """Return {figure: value or None}: mean and median of the step time and of the communication fraction. Local.
+
+    ``pace``: speed of the run. ``workers``: measurements of the ranks that compute.
+    """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -240,7 +244,10 @@ def _targets(trainer: Trainer, outcome: RunOutcome) -> float:
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: mean over ``workers``}: total and exposed seconds of reductions per step, and hidden fraction."""
+    """Return {figure: mean over ``workers``}: total and exposed seconds of reductions per step, and hidden fraction.
+
+    ``workers``: one dict of measurements per rank that computes.
+    """
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
     overlap = (total_s, exposed_s, share)
@@ -248,7 +255,10 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: mean of ``workers`` per step}: layers prefetched in time, prefetched late, wait seconds."""
+    """Return {figure: mean per step}: layers prefetched in time, layers prefetched late, seconds of waiting.
+
+    ``workers``: one dict of measurements per rank that computes.
+    """
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
     return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
@@ -260,7 +270,10 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return {transport: bytes per step on the rank that moves most}, or None without steps."""
+    """Return {transport, such as "shared": bytes per step on the rank that moves most}, or None without steps.
+
+    ``ranks``: one dict of measurements per rank. ``sent``: bytes sent in messages, or NaN.
+    """
     # Each value is a mean over the steps, of the rank with the largest mean. ``sent`` replaces the value of messages.
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -279,7 +292,10 @@ def loaded_figure(ranks: Sequence[Rank]) -> int | None:
 
 
 def describe(summary: dict[str, Any], figure_lines: Sequence[str]) -> str:
-    """Return the console text of a run's ``summary``. ``figure_lines``: lines of `catalogue_lines` to include."""
+    """Return the text that the console shows for a run's ``summary``.
+
+    ``figure_lines``: lines of `catalogue_lines` to include.
+    """
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [f"{made}, {summary['parameters']:,} parameters"]
     if summary["chaos"] is not None:

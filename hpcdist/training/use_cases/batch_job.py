@@ -62,7 +62,10 @@ def plan_training(
     job_class: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the job that trains a recipe file with ``options`` of `hpcdist submit`. Raises HpcdistError."""
+    """Return the job that trains the recipe file ``path`` with ``options`` of `hpcdist submit`. Raises HpcdistError.
+
+    ``overrides``: values of --set. ``job_class``: type of the job. ``**more``: further fields of the job.
+    """
     site = site_search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
@@ -104,7 +107,10 @@ def plan_training(
 def plan_script(
     program: tuple[str, ...], options: Mapping[str, Any], job_class: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the job that runs a command line with ``options`` of `hpcdist submit`. Raises HpcdistError."""
+    """Return the job that runs the command line ``program`` with ``options`` of `hpcdist submit`.
+
+    ``job_class``: type of the job. ``**more``: further fields of the job. Raises HpcdistError.
+    """
     # The job gets the HPCDIST_SET__... variables of this process.
     site = site_search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
@@ -134,7 +140,10 @@ def size_of(job: BatchJob) -> str:
 def checked_job(
     job: BatchJob, site: SiteProfile, size_text: str, notes: Iterable[str], data_paths: Iterable[str]
 ) -> PlannedJob:
-    """Return ``job`` with messages for the user. Raises ConfigurationError if the site cannot run it."""
+    """Return a `PlannedJob`: ``job`` and messages for the user. Raises ConfigurationError if ``site`` cannot run it.
+
+    ``size_text``: size of the job. ``notes``: further messages. ``data_paths``: files that compute nodes must see.
+    """
     # Files in ``data`` that compute nodes cannot see cause warnings.
     site_search.check(job, site)
     lines = [f"site {site.name}; {size_text}", *_time_note(job, site), *_core_note(job, site), *notes]
@@ -170,7 +179,10 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields that jobs of all types share, and notes for the user. Raises UsageError."""
+    """Return ({field: value} for a job of any type, notes for the user). Raises UsageError.
+
+    ``options``: options of `hpcdist submit`.
+    """
     # The container comes from the site profile.
     launcher_options(options["mpi_args"])  # raise errors here, not on the node
     begin, notes = _carbon_begin(options)
@@ -182,7 +194,7 @@ def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[s
 
 
 def check_visible(planned: PlannedJob) -> None:
-    """Raise ConfigurationError if other compute nodes cannot see files of the job."""
+    """Raise ConfigurationError if other compute nodes cannot see files of the job ``planned``."""
     if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
         return
     raise ConfigurationError(
@@ -192,7 +204,10 @@ def check_visible(planned: PlannedJob) -> None:
 
 
 def check_packages(planned: PlannedJob) -> None:
-    """Raise MissingCapabilityError for missing Python modules, or warn if the site may have them."""
+    """Raise MissingCapabilityError if ``planned`` needs missing Python modules.
+
+    If the site's environment may have them, only print a warning.
+    """
     if not planned.missing:
         return
     environment = planned.site.environment
@@ -269,7 +284,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
 
 
 def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
-    """Return the absolute path ``out`` or, if ``out`` is None, "runs/<name>-<run_id>"."""
+    """Return the absolute path of ``out`` or, if it is None, of the directory "runs/<name>-<run_id>"."""
     if out is not None:
         return out.absolute()
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
@@ -326,7 +341,10 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data_paths: Iterable[str]) -> list[str]:
-    """Return a message for each path of the job that compute nodes of ``site`` cannot see."""
+    """Return a list with a message for each file of ``job`` that compute nodes of ``site`` cannot see.
+
+    ``data_paths``: files of the training data.
+    """
     if site.scheduler.kind == "none":
         return []
     paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}

@@ -45,7 +45,10 @@ class EnergyReportOptions:
 
 
 def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
-    """Return the energy figures of a run as JSON values, with None for unknown values. Raises HpcdistError."""
+    """Return {figure name: JSON value} of the energy of the run in ``run_dir``. Unknown values are None.
+
+    ``options``: settings that replace values of the recipe. Raises HpcdistError.
+    """
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")

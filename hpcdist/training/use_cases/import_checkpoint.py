@@ -21,9 +21,10 @@ from hpcdist.training.recipe.recipe import Recipe
 def prepare_imported_run(
     run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Create a run directory with a recipe for imported ``tensors``. Raises HpcdistError.
+    """Create the run directory ``run_dir`` with a recipe for imported ``tensors``. Raises HpcdistError.
 
-    Return the model sizes that depend on the data, and {tensor name in the file: tensor name in hpcdist}.
+    ``path``: recipe file. ``inputs``: model sizes stored with the tensors. Return (model sizes that depend on the
+    data, {tensor name in the file: tensor name in hpcdist}).
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
@@ -45,7 +46,10 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 
 
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
-    """Return {tensor name in the file: tensor name in the model}. Raises ConfigurationError."""
+    """Return {tensor name in the file: tensor name in the model of ``recipe``}. Raises ConfigurationError.
+
+    ``tensors``: tensors in the file. ``inputs``: model sizes that depend on the data.
+    """
     # Names of a user model's state dict are also recognised.
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
     names = _tensor_names(model, [tensor.name for tensor in tensors])

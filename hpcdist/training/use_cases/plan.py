@@ -104,7 +104,10 @@ def plan(
 
 
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
-    """Return the plan of ``subject``. Raises ConfigurationError for an impossible layout."""
+    """Return the `PlanEstimate` of ``subject``, a model with layout and batch, on ``cluster``.
+
+    Raises ConfigurationError for an impossible layout. A lack of memory is no error.
+    """
     # ``simulate``: simulate the pipeline if the simulator is available. A lack of memory is no error.
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
@@ -119,7 +122,10 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return ``make(simulate)``, or ``make(False)`` without the simulator, and notes for the user."""
+    """Return (``make(simulate)``, notes for the user).
+
+    If the simulator cannot be loaded, call ``make(False)`` instead.
+    """
     try:
         return make(simulate), ()
     except ImportError as error:
@@ -129,7 +135,7 @@ def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tup
 
 
 def read_cluster(name_or_path: str | None) -> Cluster:
-    """Return the shipped cluster of this name, or the cluster in this file. Raises UsageError for None."""
+    """Return the shipped cluster of this name, or the cluster in the file of this path. Raises UsageError for None."""
     from hpcdist.planner.cluster import toml_file
 
     if name_or_path is None:
@@ -140,7 +146,11 @@ def read_cluster(name_or_path: str | None) -> Cluster:
 def subject_from_options(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], cluster: Cluster
 ) -> PlanSubject:
-    """Return the subject of `hpcdist plan` with ``options``. Raises UsageError or ConfigurationError."""
+    """Return the model, layout and batch to plan, from ``options`` of `hpcdist plan`.
+
+    ``path``: recipe file or None. ``overrides``: values of --set. ``cluster``: supplies defaults. Raises UsageError
+    or ConfigurationError.
+    """
     given = given_values(overrides, options)
     subject = subject_of_values(path, overrides, options, given, cluster)
     for name in ("schedule", "chunks"):
@@ -155,7 +165,11 @@ def subject_from_options(
 def subject_of_values(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], given: GivenValues, cluster: Cluster
 ) -> PlanSubject:
-    """Return the subject of a plan from the keys and layout fields ``given``. Errors as `subject_from_options`."""
+    """Return the model, layout and batch to plan, from the values ``given`` on the command line.
+
+    ``path``: recipe file or None. ``overrides``: values of --set. ``options``: options of `hpcdist plan`. Raises
+    the errors of `subject_from_options`.
+    """
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
     is_recipe = not (named or numbers)
@@ -182,7 +196,11 @@ def subject_of_values(
 def subject_of_recipe(
     recipe: Recipe, title: str, options: Mapping[str, Any] | None = None, given: GivenValues | None = None
 ) -> PlanSubject:
-    """Return the model, layout and batch of ``recipe``. Raises ConfigurationError or DataError."""
+    """Return the model, layout and batch of ``recipe`` as a `PlanSubject`.
+
+    ``title``: name of the plan. ``options``: options of `hpcdist plan`. ``given``: values that replace recipe keys.
+    Raises ConfigurationError or DataError.
+    """
     options, given = options or {}, given or GivenValues()
     if options.get("devices") is not None:
         recipe = with_keys(recipe, {"parallel.data": 0})
@@ -241,7 +259,10 @@ def _subject(
 def with_published_kernels(
     subject: PlanSubject, cluster: Cluster, given: GivenValues | None = None, *, always: bool = False
 ) -> PlanSubject:
-    """Return ``subject`` with Megatron's published kernels if ``cluster`` is not calibrated."""
+    """Return ``subject`` with Megatron's published kernels if ``cluster`` is not calibrated.
+
+    ``given``: values set by the user, who may have chosen the kernels.
+    """
     # Only for transformers on GPUs for which the user chose no kernels. Layouts that Megatron does not support are
     # changed only with ``always``.
     is_measured = cluster.calibrated or not cluster.device.is_accelerator

@@ -59,7 +59,7 @@ class GivenValues:
 
 
 def options_given(options: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the flags, such as --tensor, of the options in ``names`` that are set."""
+    """Return the flags, such as --tensor, of those option ``names`` that have a value in ``options``."""
     return [flag(name) for name in names if options.get(name) is not None]
 
 
@@ -69,7 +69,10 @@ def flag(name: str) -> str:
 
 
 def given_values(overrides: Iterable[str], options: Mapping[str, Any]) -> GivenValues:
-    """Return the values that the command line sets. Raises ConfigurationError or UsageError."""
+    """Return the values that the command line sets, by --set (``overrides``) or by other ``options``.
+
+    Raises ConfigurationError or UsageError.
+    """
     given = GivenValues(settings.overrides(overrides, recipes.known_keys()).values)
     for key, value in given.keys.items():
         recipes.check_value(key, value)
@@ -112,7 +115,7 @@ def _refuse_contradiction(first: str, second: str, options: Mapping[str, Any], v
 
 
 def with_keys(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
-    """Return a copy of ``recipe`` with other ``values`` of some keys. Rules between keys are not checked."""
+    """Return a copy of ``recipe`` with ``values``, {recipe key: new value}. Rules between keys are not checked."""
     changed = copy.copy(recipe)
     for key, value in values.items():
         name, _, attribute = key.partition(".")
@@ -125,7 +128,11 @@ def with_keys(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
 def layout_of(
     recipe: "Recipe", replaced_fields: Mapping[str, Any], notes: list[str], devices: int | None = None
 ) -> ParallelLayout:
-    """Return the layout of ``recipe``. Append texts about ignored settings to ``notes``. Raises HpcdistError."""
+    """Return the `ParallelLayout` of ``recipe``. Raises HpcdistError.
+
+    ``replaced_fields``: layout fields set by the user. ``notes``: list to which texts about ignored settings are
+    appended. ``devices``: number of devices, or None.
+    """
     parallel = recipe.parallel
     pipeline, order = parallel.pipeline, parallel.order
     chunks = chunks_of(order, parallel.chunks) if pipeline > 1 and order in SCHEDULES else 1
@@ -240,7 +247,10 @@ def _slots(recipe: "Recipe") -> int:
 
 
 def note_unplanned_keys(recipe: "Recipe", shape: "TransformerShape | None", notes: list[str]) -> None:
-    """Append a text to ``notes`` for each key of ``recipe`` that a plan ignores."""
+    """Append a text to the list ``notes`` for each key of ``recipe`` that a plan ignores.
+
+    ``shape``: sizes of the transformer, or None.
+    """
     for item in fields(recipe.zero):
         value = getattr(recipe.zero, item.name)
         if value != item.default and item.name != "offload_directory":
