@@ -39,12 +39,12 @@ class ArrayGroup:
 
     @property
     def given(self) -> tuple[Any, ...] | dict[str, Any]:
-        """The arrays as the user passed them: a dict if they have names, else a tuple."""
+        """The arrays in the form in which the user passed them: a dict if they have names, else a tuple."""
         return self.arrays if self.names is None else dict(zip(self.names, self.arrays, strict=True))
 
 
 def arrays_in(values: Any) -> tuple[Any, ...]:
-    """Return a tuple: the arrays of ``values`` if it is an `ArrayGroup`, else ``(values,)``."""
+    """Return the arrays in ``values`` as a tuple: the members of an `ArrayGroup`, or a single array."""
     return values.arrays if isinstance(values, ArrayGroup) else (values,)
 
 
@@ -188,7 +188,7 @@ class Ledger:
         return array
 
     def add(self, category: str, nbytes: int) -> None:
-        """Add ``nbytes`` (may be negative) to the byte count of ``category``. For arrays, `track` is easier."""
+        """Add ``nbytes``, which may be negative, to the current byte count of ``category``. Update the peaks."""
         with self._lock:
             self._current[category] += nbytes
             self._peak[category] = max(self._peak[category], self._current[category])

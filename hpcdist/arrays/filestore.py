@@ -30,7 +30,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileStore(FlatStore):
-    """1-D array of model tensors in a temporary file in ``directory``. Raises StorageError if the disk is full."""
+    """1-D array of model tensors in a temporary file in the directory ``directory``. Raises StorageError."""
 
     # `range` returns no view: use `read` and `write`.
     def __init__(
@@ -56,7 +56,7 @@ class FileStore(FlatStore):
 
     @property
     def block(self) -> int:
-        """Maximum number of elements per read or write."""
+        """Maximum number of elements that one read or write of the file transfers."""
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
@@ -165,7 +165,7 @@ class FileStore(FlatStore):
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Elements of a `FileStore`, read from and written to the file on demand."""
+    """Slice of a `FileStore`: a range of elements that are read from and written to the file on demand."""
 
     store: FileStore
     where: Range
@@ -212,7 +212,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Start to flush ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk, without waiting."""
+    """Start to write ``nbytes`` cached bytes of the file ``fd``, from byte ``start``, to the disk, without waiting."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 

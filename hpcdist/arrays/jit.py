@@ -30,7 +30,7 @@ _prepared: str | None = None  # value of NUMBA_CACHE_DIR that was checked to be 
 
 
 def cache_directory() -> Path:
-    """Return the cache directory of compiled kernels: $NUMBA_CACHE_DIR, or by default a directory in $TMPDIR."""
+    """Return the cache directory of compiled kernels: $NUMBA_CACHE_DIR, or by default a directory in $TMPDIR. Local."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     return Path(chosen) if chosen else _private(tempfile.gettempdir())
 
@@ -40,7 +40,7 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create the cache directory of compiled kernels, or one in /tmp or /dev/shm. Return False if all fail."""
+    """Create the cache directory of compiled kernels, or else one in /tmp or /dev/shm. Return False if this fails."""
     global _prepared
     chosen, sources = os.environ.get("NUMBA_CACHE_DIR"), _digest_of_sources()
     if _prepared is not None and _prepared == chosen:
@@ -211,7 +211,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Return this kernel, compiled by the module ``numba`` for calls in other kernels."""
+        """Return this kernel as a numba function that other kernels can call. ``numba``: the imported module."""
         # The caller must hold `_lock`.
         if self._inner is None:
             linked = _linked(self.function, numba)
@@ -253,11 +253,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Register ``arguments()``, which returns a tuple of example arguments, for the compilation by `warm`."""
+        """Register example arguments to compile this kernel with in `warm`. ``arguments()`` returns them as a tuple."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register argument types, as for `address`, for the compilation by `warm`."""
+        """Register argument types for which `warm` compiles this kernel as a C function, see `address`."""
         self._addressed.append(types)
 
 
@@ -285,7 +285,7 @@ def jit(*, fastmath: FastMath = False) -> Callable[[Callable[..., Any]], Kernel]
 def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = False) -> Any:
     """Decorate a function for compilation by numba: ``@jit`` or ``@jit(fastmath=True)``. The code releases the GIL.
 
-    ``fastmath=True`` assumes that there are no NaNs. If NaNs must propagate, pass a set of LLVM fast-math flags.
+    ``fastmath=True`` assumes that there are no NaNs. A set of LLVM flags, without "nnan", lets NaNs propagate.
     """
     if function is None:
         return lambda inner: Kernel(inner, fastmath)
@@ -306,7 +306,7 @@ def count() -> int:
 
 
 def warm(first: int = 0, step: int = 1) -> Iterator[str]:
-    """Compile every ``step``-th kernel, starting with kernel number ``first``, and yield the kernels' names."""
+    """Compile the kernels number ``first``, ``first + step``, ``first + 2 step``, ..., and yield their names."""
     for kernel in _kernels[first::step]:
         for arguments in kernel._samples:
             kernel(*arguments())

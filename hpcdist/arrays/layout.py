@@ -29,7 +29,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the tensor has at least 2 dims, or at least 3 if dim 0 stacks several tensors."""
+        """True if the tensor has at least 2 dims. If dim 0 stacks several tensors, this dim does not count."""
         return len(self.shape) - (self.stacked > 1) > 1
 
     @property
@@ -44,7 +44,7 @@ class TensorSpec:
 
     @property
     def padded(self) -> int:
-        """Number of elements that a layout reserves for the tensor, padding included."""
+        """Number of elements, with padding, that a layout reserves for the tensor."""
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def shard(self, along: Range, longest: int) -> "TensorSpec":
@@ -104,7 +104,7 @@ class Layout:
 
     @cached_property
     def by_key(self) -> dict[str, Segment]:
-        """The segments of this layout, keyed by tensor name ``LAYER.NAME``."""
+        """The segments of this layout as a dict {tensor name ``LAYER.NAME``: segment}."""
         return {segment.key: segment for segment in self.segments}
 
     @cached_property
@@ -114,7 +114,7 @@ class Layout:
 
     @cached_property
     def units(self) -> dict[int, Range]:
-        """The range of each layer in the flat array, including padding, keyed by layer number."""
+        """The range of each layer in the flat array, with its padding: {layer number: range}."""
         units: dict[int, Range] = {}
         for segment in self.segments:
             stop = segment.range.start + segment.spec.padded
@@ -140,7 +140,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, elements: Range) -> list[tuple[Segment, Range]]:
-        """Return (tensor, overlap) for each tensor that overlaps the flat range ``elements``."""
+        """Return a list of (segment, overlap): the tensors that overlap the range ``elements`` of the flat array."""
         # The last tensor that begins at or before the start of `elements` may overlap `elements`.
         first = max(0, bisect_right(self._starts, elements.start) - 1)
         touched = []

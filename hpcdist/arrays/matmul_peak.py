@@ -46,7 +46,10 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the measured speed of products of matrices with ``side`` rows and columns, in flop/s. Local."""
+    """Return the measured speed of products of square matrices with ``side`` rows, in flop/s. Local.
+
+    ``on``: "cpu" or "gpu". ``seconds``: duration of the measurement.
+    """
     # The fastest of at least 3 products. A product counts as 2 n^3 operations, n = ``side``.
     product = MatrixProduct(dtype, on, side)
     product.run()  # touch the pages, start the threads

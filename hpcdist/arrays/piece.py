@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]  # per dim, half-open
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive tensor elements that an array holds: their starts and sizes, in ascending order."""
+    """Runs of consecutive tensor elements in an array: start in the tensor, start in the array and size of each run."""
 
     start: np.ndarray  # offset of each run in the flattened tensor
     local: np.ndarray  # offset of each run in this rank's array
@@ -26,7 +26,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a tensor that this rank holds in a 1-D array, with their position in the tensor."""
+    """Elements of a tensor that this rank holds in a 1-D array, with the tensor's name and their position in it."""
 
     kind: str  # state that has the tensor: "parameters", "optimizer.m", ...
     tensor: str
@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Name in errors and files: state name and tensor name."""
+        """Name of the piece in errors and files: state name and tensor name."""
         return f"{self.kind}/{self.tensor}"
 
 
@@ -71,9 +71,9 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the runs of consecutive tensor elements in a ``box``, a (start, stop) pair per dim.
+    """Return the runs of consecutive tensor elements in the region ``box`` of a tensor of this ``shape``.
 
-    ``flat``: selected elements of the flattened box.
+    ``box``: a (start, stop) pair per dim. ``flat``: range of the selected elements in the flattened box.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.
@@ -117,7 +117,10 @@ def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    """Return True if joining adjacent dims can make both shapes equal, as for (3, 4, 5) and (12, 5)."""
+    """Return True if two shapes become equal by joining adjacent dims, as (3, 4, 5) and (12, 5) do.
+
+    ``left``, ``right``: the shapes.
+    """
     if left == right:
         return True
     ends, others = (set(accumulate(shape, mul)) for shape in (left, right))

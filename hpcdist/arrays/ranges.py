@@ -23,7 +23,7 @@ class Range:
 
     @property
     def slice(self) -> slice:
-        """This range as a Python ``slice``."""
+        """This range as a Python ``slice`` object."""
         return slice(self.start, self.stop)
 
     def __bool__(self) -> bool:
@@ -57,12 +57,12 @@ def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) 
 
 
 def consecutive(sizes: Iterable[int]) -> list[Range]:
-    """Return adjacent ranges with the lengths ``sizes``. The first range starts at 0."""
+    """Return a list of adjacent ranges with the lengths ``sizes``. The first range starts at 0."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def cut(whole: Range, longest: int) -> Iterator[Range]:
-    """Yield adjacent ranges of at most ``longest`` elements that together cover the range ``whole``."""
+    """Yield adjacent ranges, of at most ``longest`` elements each, that together cover the range ``whole``."""
     assert longest >= 1
     for start in range(whole.start, whole.stop, longest):
         yield Range(start, min(whole.stop, start + longest))
@@ -77,7 +77,7 @@ def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
 
 
 def gaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    """Return, in order, the subranges of ``whole`` that no range of ``parts`` covers."""
+    """Return a list, in order, of the subranges of ``whole`` that no range in ``parts`` covers."""
     uncovered, reached = [], whole.start
     for part in sorted(part for part in parts if part):
         if part.start > reached:

@@ -17,7 +17,7 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 class FlatStore:
-    """1-D array of all or some elements of a model's tensors, in the order of ``layout``. Padding is zero."""
+    """1-D array of all or some elements of a model's tensors, in the order of ``layout``. Padding elements are 0."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class FlatStore:
         return elements.start + self._shifts[index] - self._starts[index]
 
     def view(self, key: str) -> Array:
-        """Return a view of the tensor named ``key``, in its shape. This store must have the whole tensor."""
+        """Return a view of the tensor named ``key``, in the tensor's shape. This store must hold all of the tensor."""
         segment = self.layout.by_key[key]
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield (tensor, range in the flat array) for each tensor with elements in this store."""
+        """Yield (tensor, its range in the flat array) for each tensor with elements in this store."""
         for part in self.parts:
             yield from self.layout.within(part)
 
@@ -99,7 +99,7 @@ class FlatStore:
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:
-        """Return the range ``elements`` of the flat array as a view, or as a `FileSlice` if it is in a file."""
+        """Return the range ``elements`` of the flat array: a view, or a `FileSlice` if the store is a file."""
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:

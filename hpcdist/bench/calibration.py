@@ -45,7 +45,7 @@ class LoadSample(NamedTuple):
 
     @property
     def most(self) -> float:
-        """Highest normal load average of this machine, for the threads of this job."""
+        """Highest load average that this job's threads and a small margin explain. Above it, other processes run."""
         return self.threads + max(SPARE, SPARE_SHARE * self.cores)
 
 
@@ -68,14 +68,18 @@ def _machine(comm: Communicator) -> str:
 
 
 def busy_before(samples: Sequence[LoadSample]) -> str:
-    """Return a text about the load if other processes keep a machine busy, or "". ``samples``: one per machine."""
+    """Return a warning text if other processes keep a machine busy, or "". ``samples``: load of each machine."""
     return _worst([(sample.load, sample) for sample in samples])
 
 
 def busy_meanwhile(
     before: Sequence[LoadSample], after: Sequence[LoadSample], seconds: float, spread: float | None
 ) -> str:
-    """Return a text if other processes kept a machine busy during the measurement, or ""."""
+    """Return a warning text if other processes kept a machine busy during a measurement, or "".
+
+    ``before``, ``after``: load of each machine. ``seconds``: time between the two samples. ``spread``: relative
+    excess of the mean duration over the first quartile, or None if unknown.
+    """
     loads = []
     for old, new in zip(before, after, strict=True):
         load = new.load
@@ -146,7 +150,10 @@ def run(
     processor: str,
     print_line: calibrate_links.Report,
 ) -> CalibrationPoints:
-    """Run the calibration ``request``. Return its measurements on all ranks. Collective over ``comm``."""
+    """Run the calibration ``request``. Return its measurements on all ranks. Collective over ``comm``.
+
+    ``mpi_library``, ``processor``: names to store in the result. ``print_line``: function that prints on rank 0.
+    """
     begin_s = time.perf_counter()
     threads = threads_of_rank()
     before = sample_load(comm, threads)
@@ -193,7 +200,10 @@ def run(
 
 
 def machine(comm: Communicator, device_kind: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return a description of this machine and of rank 0's device. ``device_kind``: "cpu" or "gpu". Collective."""
+    """Return a description of this machine and of rank 0's device. ``device_kind``: "cpu" or "gpu". Collective.
+
+    ``mpi_library``, ``processor``: names of the MPI library and of the CPU model, to store in the result.
+    """
     nodes, threads = comm.nodes(), threads_of_rank()
     ranks_per_host = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

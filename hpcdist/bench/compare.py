@@ -35,7 +35,7 @@ _BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 @dataclass(frozen=True)
 class CompareSide:
-    """Iteration durations of one configuration in one file. ``session``: process number of each iteration."""
+    """Iteration durations of one configuration in one results file. ``session``: process number of each iteration."""
 
     times_s: np.ndarray
     session: np.ndarray
@@ -91,7 +91,10 @@ class ResultsComparison:
 
 
 def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
-    """Compare two results files of the same benchmark. Raises StorageError and UsageError."""
+    """Compare the results files ``before`` and ``after`` of one benchmark. Raises StorageError and UsageError.
+
+    ``rule``: tolerated slowdown and confidence level.
+    """
     schemas = [_schema(path) for path in (before, after)]
     if schemas[0] != schemas[1]:
         raise UsageError(f"{before} has schema {schemas[0]}, {after} has {schemas[1]}; give two files of one benchmark")

@@ -39,7 +39,7 @@ STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Seconds of an operation with ``one`` busy rank per node, and with ``all`` ranks busy."""
+    """Seconds of an operation with ``one`` busy rank per node, and with ``all`` ranks of the node busy."""
 
     one: float
     all: float
@@ -187,7 +187,10 @@ def shapes(device_kind: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, device_kind: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure matrix products of the `shapes` for ``seconds`` seconds on "cpu" or "gpu". Collective."""
+    """Measure matrix products of the `shapes` for about ``seconds`` seconds. Return a point per shape. Collective.
+
+    ``dtype``: type of the matrix elements. ``device_kind``: "cpu" or "gpu".
+    """
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
     for m, k, n in shapes(device_kind):
@@ -259,7 +262,11 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, device_kind: str) -> ModelPoint:
-    """Time training steps of a model with ``samples`` sequences of ``context`` tokens. Collective."""
+    """Time training steps of a model. Return the durations by kind of operation. Collective.
+
+    ``config``: model configuration. ``context``: tokens per sequence. ``samples``: sequences per step.
+    ``device_kind``: "cpu" or "gpu".
+    """
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
     run = TimedRun(
         solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, device_kind

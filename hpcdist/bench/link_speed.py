@@ -126,7 +126,11 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 def links(
     comm: Communicator, bounds: tuple[int, int], seconds: float, device_kind: str, print_line: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages of ``bounds`` (smallest, largest) bytes within and between nodes. Collective over ``comm``."""
+    """Measure messages within and between nodes. Return a point per level and size. Collective over ``comm``.
+
+    ``bounds``: (smallest, largest) message in bytes. ``seconds``: total time. ``device_kind``: "cpu" or "gpu".
+    ``print_line``: function that prints progress.
+    """
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
     is_shared = max(len(members) for members in nodes.members) > 1  # a node has several ranks
@@ -155,7 +159,7 @@ class _Level:
             array[...] = 1  # unwritten pages all map to one page of zeros, which fits into any cache
 
     def points(self, nbytes: Sequence[int]) -> list[LinkPoint]:
-        """Measure messages of ``nbytes`` (a list of sizes in bytes). Return the results, sorted by size. Collective."""
+        """Measure messages of each size in the list ``nbytes``. Return a list of points, sorted by size. Collective."""
         plain = self._at(nbytes)
         rounds: list[dict[int, BusySeconds]] = []
 
@@ -233,7 +237,11 @@ def of_collectives(
     mpi_library: str,
     print_line: Report,
 ) -> tuple[CollectivePoint, ...]:
-    """Measure collectives on the ranks of a node, and on all ranks. ``bounds``: buffer sizes in bytes. Collective."""
+    """Measure collectives on the ranks of a node, and on all ranks. Return all points on every rank. Collective.
+
+    ``algorithms``: names to measure. ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: total time.
+    ``mpi_library``: name of the MPI library. ``print_line``: function that prints progress.
+    """
     nodes, points = comm.nodes(), []
     groups = [(INSIDE, nodes.intra)] if nodes.uniform and nodes.intra.size > 1 else []
     groups += [(BETWEEN, comm)] if nodes.count > 1 else []
@@ -253,7 +261,10 @@ class _Operation:
         self._shares = shared_memory.is_available(group) and group.nodes().count == 1
 
     def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
-        """Measure one collective at sizes in ``bounds``. Return the results, sorted. Collective."""
+        """Measure one collective at sizes in ``bounds``. Return a sorted list of points. Collective.
+
+        ``level``: "node" or "network", to store in the points. ``seconds``: total time of the measurement.
+        """
         buffer_sizes = sizes(*bounds)
         size_s = seconds / len(buffer_sizes)
         notes: list[str] = []

@@ -63,7 +63,7 @@ class ScheduleRequest:
             raise UsageError(f"--message-s {self.message_s}: the seconds must be finite")
 
     def step_costs(self, placement: StagePlacement) -> StepCosts:
-        """Return the costs of each model chunk. ``placement``: rank of each chunk."""
+        """Return the costs of each model chunk, from the costs of its stage. ``placement``: rank of each chunk."""
         forward_s, input_s, weight_s = (
             [self.costs[rank % len(self.costs)][kind] / placement.ranks.count(rank) for rank in placement.ranks]
             for kind in range(3)
@@ -90,7 +90,10 @@ class SimulatedSchedule:
 
 
 def simulate_schedule(name: str, schedule: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
-    """Verify and simulate ``schedule``, a list of passes per rank. Raises ScheduleError, UsageError. Local."""
+    """Verify ``schedule``, a list of passes per rank, and simulate it. Raises ScheduleError, UsageError. Local.
+
+    ``name``: name of the schedule, for messages. ``request``: stages, micro-batches and costs.
+    """
     if request.recompute and schedule.keeps:
         raise UsageError(
             f"--recompute does not work with {name}, which keeps all activations until the backward pass; remove "
@@ -125,7 +128,7 @@ def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleR
 
 
 def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
-    """Return the bubble, critical path, and times and memory of each rank as JSON values. Local."""
+    """Return ``simulated`` as JSON values: bubble, critical path, and times and memory of each rank. Local."""
     timeline = simulated.timeline
     path = timeline.critical_path()
     return {
@@ -188,7 +191,7 @@ class PassBar:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Timeline of one step, with its critical path."""
+    """Timeline of one step, with its critical path, as one chart of a figure."""
 
     title: str
     ranks: int

@@ -81,7 +81,11 @@ class TimedTraining:
     def timed_step(
         self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, barrier_comm: Communicator
     ) -> tuple[StepResult, float, float, float]:
-        """Run a step after a barrier. Return (result, start time, seconds, CPU seconds). Collective."""
+        """Run a training step after a barrier. Return (result, start time, seconds, CPU seconds). Collective.
+
+        ``batches``: (tokens, labels) of each micro-batch. ``samples``: number of samples. ``barrier_comm``:
+        communicator of the barrier.
+        """
         self._number += 1
         self.timer.timed.clear()
         barrier_comm.barrier()

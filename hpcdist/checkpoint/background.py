@@ -144,7 +144,7 @@ class SnapshotFile:
 
 
 class WriterThread(threading.Thread):
-    """Thread that calls ``work`` to write a shard file, and keeps its result or the text of its error."""
+    """Thread that calls the function ``work`` to write a shard file, and stores its result or its error text."""
 
     def __init__(self, work: Callable[[], ShardOutcome]) -> None:
         super().__init__(name="hpcdist checkpoint", daemon=True)
@@ -190,7 +190,10 @@ class BackgroundCheckpoints:
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Finish the previous checkpoint, then start saving the tensors ``pieces``. Raises StorageError. Collective."""
+        """Finish the previous checkpoint, then start saving the tensors ``pieces``. Raises StorageError. Collective.
+
+        ``plan``: directory, step and manifest contents. ``writers``: ranks that write a common shard, see `group_of`.
+        """
         self.finish()
         group = group_of(self._comm, writers)
         two_phase.prepare(plan, group, self._comm)
@@ -223,7 +226,7 @@ class BackgroundCheckpoints:
         return path
 
     def abandon(self) -> None:
-        """Wait for the writer thread, and give up its checkpoint. For use after a rank died. Local."""
+        """Wait for the writer thread, then leave its checkpoint uncommitted. For use after a rank died. Local."""
         self._joined()
         self._plan = None
 

@@ -35,7 +35,7 @@ class Retention:
         assert self.every_steps >= 0 and self.best >= 0
 
     def kept(self, losses: Mapping[int, float]) -> set[int]:
-        """Return the steps to keep. ``losses``: {saved step: validation loss, or NaN if unknown}."""
+        """Return the set of steps to keep. ``losses``: {saved step: validation loss, or NaN if unknown}."""
         steps = sorted(losses)
         stay = set(steps[-self.last :])
         if self.every_steps:
@@ -106,7 +106,7 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
 
 
 def replace(path: Path, text: str) -> None:
-    """Atomically replace the content of the file ``path`` by ``text``, and sync it to disk. Raises OSError."""
+    """Atomically replace the content of the file ``path`` by ``text``, and sync the file to disk. Raises OSError."""
     atomic.write(path, text, durable=True)
 
 

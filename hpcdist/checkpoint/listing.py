@@ -191,7 +191,7 @@ class VerifyResult:
 
 
 def verify(path: Path) -> VerifyResult:
-    """Read and verify every byte of the checkpoint at ``path``. Return a list of all damage."""
+    """Read and verify every byte of the checkpoint at ``path``. Return a `VerifyResult` with a list of all damage."""
     listed = inspect(path)
     loaded = listed.manifest
     if loaded is None:
@@ -263,7 +263,7 @@ def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPi
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Checkpoints to remove (``doomed``) and to keep (``kept``), newest first."""
+    """Plan of the checkpoints to remove (``doomed``) and to keep (``kept``), both newest first."""
 
     doomed: tuple[ListedCheckpoint, ...]
     kept: tuple[ListedCheckpoint, ...]
@@ -308,7 +308,7 @@ def plan_pruning(run_dir: Path, rule: Retention, remove_damaged: bool) -> PruneP
 
 
 def prune(plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
-    """Remove the ``doomed`` checkpoints. Return the removed paths, and {path that remains: error text}."""
+    """Remove the ``doomed`` checkpoints of ``plan``. Return (removed paths, {path that remains: error text})."""
     gone, failed = [], {}
     for checkpoint in plan.doomed:
         try:

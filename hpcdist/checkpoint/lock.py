@@ -61,7 +61,7 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock ``directory``. Raises StorageError with the advice ``otherwise`` if another process holds the lock.
 
-        ``waits``: if the other process may be dead, wait for its heartbeat first.
+        ``waits``: True to wait for a heartbeat of the other process if it may be dead.
         """
         path = directory / LOCK_FILE
         if path.is_dir():

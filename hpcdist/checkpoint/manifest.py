@@ -65,7 +65,7 @@ class Slot:
 
     @classmethod
     def of(cls, piece: Piece) -> "Slot":
-        """Return the description of the tensor slice ``piece``."""
+        """Return the description of the tensor slice ``piece`` of this rank."""
         flat = piece.flat.start, piece.flat.stop
         return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
 
@@ -75,11 +75,11 @@ class Slot:
         return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
 
     def blocks(self) -> list[int]:
-        """Return the sizes in bytes of the blocks that store the data."""
+        """Return a list of the sizes in bytes of the blocks that store the data."""
         return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
 
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape of the HDF5 dataset that stores the data."""
+        """Return the shape of the HDF5 dataset that stores the data: 1-D for a part of a box, else the box's shape."""
         # ``flat`` counts within the box: the elements have the shape of the box only if ``flat`` covers it.
         extent = tuple(stop - start for start, stop in self.box)
         if Range(*self.flat) != Range(0, math.prod(extent)):
@@ -102,13 +102,13 @@ class StoredPiece(Slot):
         return f"{self.kind}/{self.tensor}"
 
     def runs(self) -> Runs:
-        """Return the ranges of stored elements in the flattened tensor."""
+        """Return the ranges of the stored elements in the flattened tensor, as `Runs`."""
         return runs(self.shape, self.box, Range(*self.flat))
 
 
 @dataclass(frozen=True)
 class IndexFile:
-    """HDF5 file of virtual datasets that presents whole tensors to users and tools. A restore does not read it."""
+    """Description of the HDF5 file that presents whole tensors to users and tools. A restore does not read it."""
 
     file: str
     nbytes: int
@@ -281,7 +281,7 @@ def seal(body: dict[str, Any]) -> str:
 
 
 def digest_of(body: dict[str, Any]) -> str:
-    """Return the digest of ``body``, the fields of a manifest without the digest."""
+    """Return the digest of ``body``, the fields of a manifest without the digest, as text."""
     return xxhash.xxh3_128_hexdigest(_canonical(body).encode())
 
 

@@ -36,7 +36,7 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return a list that is equal for tensor slices with the same names, shapes, ranges and dtypes."""
+    """Return a list that is equal for two lists of tensor slices with the same names, shapes, ranges and dtypes."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
@@ -67,7 +67,7 @@ class MemoryCopy:
         return int(self._head[_STEP]) - 1  # fresh memory is zero, which means incomplete
 
     def drop(self) -> None:
-        """Mark the copy as incomplete, before a state of the same layout overwrites it."""
+        """Mark the copy as incomplete, before a new state with the same layout overwrites it."""
         self.lay_out(*self._laid_out)  # also writes the sizes, since the head may have been damaged in memory
 
     def finish(self, step: int) -> None:
@@ -81,7 +81,7 @@ class MemoryCopy:
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, layout: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare this memory for copies of the tensor slices ``pieces``."""
+        """Write the section sizes of ``layout`` to the header, and plan the copies of the tensor slices ``pieces``."""
         self.lay_out(*layout.sizes)
         self._moves = list(_moves(layout, pieces, self.data))
 

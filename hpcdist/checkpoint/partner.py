@@ -50,7 +50,7 @@ def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass
 class CopyGeneration:
-    """Copies of several ranks' states after the same training step."""
+    """Copies of the states of one or several ranks after the same training step, in one rank's memory."""
 
     layout: CopyLayout | None = None  # of this rank's copy
     of: dict[int, MemoryCopy] = field(default_factory=dict)  # copy of the state of each rank
@@ -61,7 +61,7 @@ class CopyGeneration:
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Return True if the memory fits copies of the tensor slices ``pieces`` and of the JSON text ``scalars``."""
+        """Return True if the layout of this memory fits the tensor slices ``pieces`` and the JSON text ``scalars``."""
         layout = self.layout
         return layout is not None and len(scalars) <= layout.room and signature(pieces) == layout.signature
 
@@ -74,7 +74,7 @@ class HeldCopies:
         self.generations = [CopyGeneration(), CopyGeneration()]
 
     def held(self) -> list[tuple[int, int, bool]]:
-        """Return (step, rank of the state, True if in shared memory) for each complete copy."""
+        """Return a list of (step, rank of the copied state, True if in shared memory), one for each complete copy."""
         return [
             (copy.step, owner, generation.shared)
             for generation in self.generations
@@ -118,7 +118,7 @@ class PartnerStore:
             self._send(target, step, pieces, encoded, anew=bool(changed[0]))
 
     def checked(self) -> str:
-        """Verify all copies in this rank's memory. Return an error text, or "" if no copy is damaged. Local."""
+        """Verify all copies in this rank's memory. Return a text about damaged copies, or "". Local."""
         reports = []
         for generation in self.copies.generations:
             for owner, copy in generation.of.items():

@@ -46,7 +46,7 @@ def file_name(writer: int, writers: int) -> str:
 
 
 def directories(writers: int) -> list[str]:
-    """Return the names of the subdirectories for ``writers`` shards; [] for few shards."""
+    """Return the names of the subdirectories for ``writers`` shards, or [] for few shards."""
     if writers <= PER_DIRECTORY:
         return []
     # The smallest power of two of directories with at most PER_DIRECTORY shards each.
@@ -143,7 +143,10 @@ def read_fully(fd: int, view: memoryview, start: int) -> int:
 
 
 def size_mismatch(directory: Path, manifest: Manifest) -> str:
-    """Return an error text about the first shard that is missing or has a wrong size, or ""."""
+    """Return an error text about the first shard in ``directory`` that is missing or has a wrong size, or "".
+
+    ``manifest``: manifest with the expected sizes.
+    """
     for name, size in manifest.files.items():
         try:
             actual = (directory / name).stat().st_size
@@ -349,7 +352,10 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write an HDF5 index file that presents ``entries`` as whole tensors. Return its description, None on failure."""
+    """Write an HDF5 index file of the checkpoint in ``directory``. Return its description, or None on failure.
+
+    The file presents the stored slices ``entries`` as whole tensors. ``step``: attribute of the file.
+    """
     pieces = [entry for entry in entries if entry.nbytes]
     if len(pieces) > MAX_INDEX_PIECES:
         return None

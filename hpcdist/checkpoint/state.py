@@ -90,7 +90,7 @@ def save_pieces(
     keep: int,
     comm: Communicator,
 ) -> Path:
-    """Save ``pieces`` (tensor parts of this rank) and the JSON ``values`` of rank 0 as a checkpoint. Collective."""
+    """Save ``pieces`` (tensor slices of this rank) and the JSON ``values`` of rank 0 as a checkpoint. Collective."""
     # Until this program ends, no other job can save in ``directory``.
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
@@ -180,7 +180,10 @@ def stored_content(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], 
 
 
 def check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
-    """Raise StorageError unless the checkpoint array ``stored``, (shape, dtype) or None, fits the array to fill."""
+    """Raise StorageError unless the checkpoint array has the shape and dtype of the array ``piece`` to fill.
+
+    ``stored``: (shape, dtype) of the array in the checkpoint ``path``, or None if there is no such array.
+    """
     if stored is None:
         raise StorageError(f"{path} has no array named {piece.tensor!r}; request only arrays that were saved")
     shape, dtype = stored

@@ -47,7 +47,7 @@ class MountedFileSystem:
 
 @dataclass(frozen=True)
 class StripePlan:
-    """Command that stripes a directory, and the reason for the choice."""
+    """Command that stripes a directory over storage servers, empty for no striping, and the reason for the choice."""
 
     system: MountedFileSystem
     command: tuple[str, ...]  # empty if the directory is not to be striped
@@ -95,7 +95,10 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
 
 
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
-    """Return the number of storage servers per shard. ``servers``: number of servers, or None if it is unknown."""
+    """Return the number of storage servers per shard. ``servers``: number of servers, or None if it is unknown.
+
+    ``nbytes``: total size of the checkpoint. ``writers``: number of shards.
+    """
     shard = -(-nbytes // max(1, writers))
     limit = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
     count = max(1, min(shard // PER_STRIPE_BYTES, limit), -(-shard // MAX_BYTES_PER_STRIPE))

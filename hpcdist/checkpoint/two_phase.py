@@ -152,7 +152,7 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of the tensors ``pieces`` on the writer rank of ``group``. Collective construction over the group.
+    """Gather of the tensors ``pieces`` of all ranks on the writer rank of ``group``. Collective construction.
 
     The writer calls each function of `sources` once, in order, and then always `end`. Other ranks call `bring`.
     """
@@ -300,7 +300,10 @@ def write(
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write the shard of ``group``, and return the result or the error. ``sources``: see `shard.write`. Local."""
+    """Write the shard of ``group``. Return a `ShardOutcome` with the shard or the error text. Local.
+
+    ``slots``: tensor slices to store. ``sources``: see `shard.write`. ``incremental``: writer to use, or None.
+    """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
     try:

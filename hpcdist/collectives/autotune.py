@@ -38,7 +38,7 @@ MOST_REPEATS: Final = 8
 
 
 class Tournament:
-    """Timed comparison of algorithms on ``comm``. Times are maxima over the ranks of ``everyone``."""
+    """Timed comparison of candidate algorithms on ``comm``. A time is the maximum over the ranks of ``everyone``."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, candidates: Mapping[str, Candidate], clock: Clock
@@ -49,7 +49,10 @@ class Tournament:
         self._began = clock()
 
     def run(self, budget_s: float, protected: str) -> dict[str, float]:
-        """Measure for about ``budget_s`` seconds, and drop slow candidates. Return {candidate: median seconds}."""
+        """Time the candidates for about ``budget_s`` seconds. Return {candidate: median seconds}.
+
+        Much slower candidates are dropped after a first round, except the candidate ``protected``.
+        """
         start_s = self.clock()  # the candidate `protected` is measured even if it is slow
         self._drop_refusals()
         self._began = self.clock()
@@ -124,7 +127,7 @@ Allocator = Callable[[int], Array]  # number of elements -> memory of the kind t
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Buffers for which collectives are tuned."""
+    """Input of `select`: operation, dtype, device and largest size of the buffers to tune for, and the time limit."""
 
     max_bytes: int
     dtype: np.dtype
@@ -134,7 +137,7 @@ class TuningRequest:
     budget_s: float = BUDGET_S  # time limit of the measurement
 
     def memory(self) -> Array:
-        """Return a zeroed buffer of the largest size to measure. Collective, because it may be in shared memory."""
+        """Allocate a zeroed buffer of the largest size to tune for. Collective, because it may be in shared memory."""
         size = max(1, self.max_bytes // self.dtype.itemsize)
         if self.allocate is not None:
             return self.allocate(size)
@@ -152,7 +155,10 @@ def select(
     clock: Clock = time.perf_counter,
     announce: Callable[[], object] = lambda: None,
 ) -> Tuning:
-    """Return the fastest algorithms for ``request`` over ``comm``, equal on all ranks. Collective over ``everyone``."""
+    """Return the fastest algorithms for ``request`` over ``comm``, equal on all ranks. Collective over ``everyone``.
+
+    ``everyone``: all ranks, of which ``comm`` is one group. ``library``: version string of the MPI library.
+    """
     # ``everyone`` consists of groups like ``comm`` of equal size. ``cached``: a stored result may be used. ``renewed``:
     # force a new measurement. ``announce``: function to call before a measurement.
     start_s = clock()
@@ -201,7 +207,7 @@ def runs_on(nodes: int, name: str) -> bool:
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and differs there from other algorithms. Local."""
+    """Return True if ``name`` runs on ``nodes`` nodes, and is not equivalent to another algorithm there. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
@@ -251,7 +257,7 @@ def _allreduce(
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """Return the buffer sizes in bytes at which to time the algorithms, ascending to ``max_bytes``. Local."""
+    """Return the list of buffer sizes at which to time the algorithms: bytes, ascending to ``max_bytes``. Local."""
     ascending, size = [], SMALLEST_BYTES
     while size * 2 <= max_bytes:  # skip a size close to the last one
         ascending.append(size)
@@ -311,7 +317,7 @@ class SizeSweep:
             self._compare(size, self._candidates(size), share_s)
 
     def measure_between(self) -> None:
-        """If the fastest algorithms at two adjacent sizes differ, time both at a size between. Collective."""
+        """If the fastest algorithm differs between two adjacent sizes, time both at a size between. Collective."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):

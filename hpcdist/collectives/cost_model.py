@@ -27,7 +27,7 @@ NODE, WIRE, CROWDED = "node", "wire", "crowded"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Number of ranks on each node. Nodes are sorted by their first rank, and have consecutive ranks."""
+    """Number of ranks on each node. The ranks of a node are consecutive, and nodes are sorted by first rank."""
 
     ranks_per_node: tuple[int, ...]
 
@@ -46,7 +46,7 @@ class Topology:
         return len(self.ranks_per_node)
 
     def neighbours(self) -> str:
-        """Return the slowest link class in a ring of all ranks: NODE if there is one node, else WIRE."""
+        """Return the slowest link class in a ring of all ranks: NODE (inside a node) or WIRE (between nodes)."""
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
@@ -66,7 +66,7 @@ class LinkParameters:
 
 @dataclass(frozen=True, slots=True)
 class MachineCosts:
-    """Message costs of each link class of a topology, and the seconds to sum one byte."""
+    """Measured costs for `AllreduceCost`: message costs of each link class, and the seconds to sum one byte."""
 
     links: dict[str, LinkParameters]
     reduce_s_per_byte: float
@@ -191,7 +191,10 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Measure the costs of messages over ``comm``, and of sums on the device of ``like``. Collective."""
+    """Measure the message costs of ``comm``'s links, and the cost of sums on the device of ``like``. Collective.
+
+    A time is the maximum over the ranks of ``everyone``. ``clock`` returns seconds.
+    """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"
     links = {}
@@ -205,7 +208,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the maximum of ``*seconds`` over all ranks. Collective over ``everyone``."""
+    """Return the maximum of the numbers ``*seconds`` over all ranks. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])

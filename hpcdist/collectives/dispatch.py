@@ -86,7 +86,7 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is not used."""
+        """Return a table of ``rows``: pairs (largest size in bytes, algorithm), ascending. The last size is ignored."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
@@ -220,7 +220,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return the allreduce ``function`` with a keyword ``scale`` that multiplies the result. Local."""
+    """Return ``function``, an allreduce, with an added keyword ``scale``, a factor for the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 
@@ -324,5 +324,5 @@ def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer
 
 
 def takes_pointers(comm: Communicator, operation: str) -> bool:
-    """Return True if MPI accepts pointers to GPU memory in ``operation``, such as "allreduce". Local."""
+    """Return True if ``comm`` may pass GPU pointers to MPI in ``operation``, such as "allreduce". Local."""
     return isinstance(comm, Communicator) and operation in comm.handover.pointers

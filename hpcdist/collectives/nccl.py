@@ -146,7 +146,7 @@ def _address(buffer: Any) -> int:
 
 
 def communicator(comm: Communicator) -> Any:
-    """Return the NCCL communicator for ``comm``. Collective at the first call, which creates it."""
+    """Return the NCCL communicator object for ``comm``. The first call creates it, and is collective."""
     channel = _communicators.get(comm)
     if channel is None:
         reason = refusal(comm)
@@ -159,7 +159,7 @@ def communicator(comm: Communicator) -> Any:
 
 
 def refusal(comm: Communicator) -> str:
-    """Return the reason why NCCL does not support ``comm``, or "", equal on all ranks. Collective."""
+    """Return the reason why NCCL cannot be used on ``comm``, or "". The text is equal on all ranks. Collective."""
     reason, bus_id, version = "", "", 0
     try:
         module = device.nccl()

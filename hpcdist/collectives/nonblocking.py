@@ -76,7 +76,7 @@ class _Operation:
 
 
 class PollEngine(ProgressEngine):
-    """Engine of nonblocking collectives that advance only in `progress`, `Handle.test` and `Handle.wait`."""
+    """Engine without a thread: nonblocking collectives advance only in `progress`, `Handle.test` and `Handle.wait`."""
 
     # "ring" gives the same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, but not always as
     # MPI_Allreduce.
@@ -139,7 +139,7 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait for one MPI request, of this engine or of the arguments ``*others``. Local."""
+        """Make progress, then wait until any MPI request of this engine or any of ``*others`` is complete. Local."""
         self.progress()
         self.wait_for_more(*others)
 

@@ -31,7 +31,7 @@ UNIT_BYTES: Final = 2 << 20
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """Picklable handle by which another process can map a GPU allocation."""
+    """Picklable description of a GPU allocation, with which another process of the node can map the memory."""
 
     process: str
     bus_id: str
@@ -55,7 +55,7 @@ class IpcMapping:
         self.array: Any = device.cupy().ndarray(nbytes, np.uint8, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
-        """Unmap the memory. No kernel may still read it, and its owner must not have freed it. Local."""
+        """Unmap the memory. Before this call, all kernels that use it must end. The owner must free it later. Local."""
         self.array = None
         if self._close is not None:
             self._close()
@@ -72,7 +72,7 @@ def process_identity() -> str:
 
 
 def allocate(nbytes: int) -> Array:
-    """Return at least ``nbytes`` bytes of new GPU memory that `export` accepts. Local."""
+    """Allocate at least ``nbytes`` bytes of GPU memory, as an array of bytes that `export` accepts. Local."""
     cuda = device.cupy().cuda
     size = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
     try:

@@ -40,7 +40,7 @@ ALL_GATHER: Final = "all_gather"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A nonblocking collective, which changes ``buffer`` in place."""
+    """Operation, algorithm and arguments of a nonblocking collective, which changes ``buffer`` in place."""
 
     operation: str
     buffer: Array
@@ -50,7 +50,10 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a list with one lane, a generator that runs MPI_Iallreduce."""
+    """Return a list of one generator ("lane") that runs MPI_Iallreduce on the buffer of ``task``.
+
+    It yields lists of requests to wait for. ``scratch`` and ``tags`` are not used.
+    """
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -59,7 +62,10 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 
 
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring allreduce, one per segment. Each generator yields requests to wait for."""
+    """Return a list of generators that run a ring allreduce of ``task``, one per segment of its buffer.
+
+    Each yields lists of requests to wait for. ``scratch``: buffer allocator. ``tags``: function that returns a new tag.
+    """
     # The caller may interleave the generators.
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
@@ -73,7 +79,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring reduce-scatter, like `ring_lanes`."""
+    """Return a list of generators that run a ring reduce-scatter of ``task``. Arguments: see `ring_lanes`."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -83,7 +89,7 @@ def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, 
 
 
 def ring_all_gather_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring all-gather, like `ring_lanes`."""
+    """Return a list of generators that run a ring all-gather of ``task``. Arguments: see `ring_lanes`."""
     segments = _segments(task.shares, task.buffer.itemsize)
     return [_all_gather(comm, task.buffer, chunks, tags()) for chunks in segments]
 
@@ -160,17 +166,20 @@ class ProgressEngine(ABC):
         return math.nan
 
     def iallreduce(self, buffer: Array, algorithm: str | AlgorithmTable = "native", op: str = "sum") -> Handle:
-        """Start to reduce ``buffer`` in place. Collective: all ranks start operations in the same order."""
+        """Start to reduce ``buffer`` in place by ``algorithm`` (a name or a table by buffer size). Return its handle.
+
+        Collective: all ranks start operations in the same order.
+        """
         return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op))
 
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
     ) -> Handle:
-        """Start to reduce ``buffer`` in place. Rank r gets ``buffer[shares[r]]``. Collective."""
+        """Start to reduce ``buffer`` in place. Rank r gets ``buffer[shares[r]]``. Return a handle. Collective."""
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
-        """Start an all-gather: rank r contributes ``buffer[shares[r]]``. Collective."""
+        """Start an all-gather: rank r contributes ``buffer[shares[r]]``. Return a handle. Collective."""
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 
     def _begin(self, task: Task) -> Handle:
@@ -215,7 +224,7 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def progress(self) -> None:
-        """Advance the operations in flight without waiting. Does nothing if a thread makes progress. Local."""
+        """Advance all operations in flight, without waiting. Does nothing if a thread advances them. Local."""
 
     @abstractmethod
     def _finish(self) -> None: ...  # waits for all operations in flight, and raises the error of a failed operation
@@ -244,7 +253,7 @@ class ProgressEngine(ABC):
 
 
 def call_of(task: Task) -> checks.CollectiveCall:
-    """Return the description of ``task`` that ranks compare. Local."""
+    """Return the operation and arguments of ``task`` as a `CollectiveCall`, to compare them between ranks. Local."""
     shares = checks.ranges_fingerprint(task.shares) if task.shares else ""
     return checks.describe_call(f"i{task.operation}", task.algorithm, task.buffer, task.op, shares)
 

@@ -35,7 +35,7 @@ AllreduceFunction: TypeAlias = Callable[[Communicator, Array, str], None]
 
 
 class ScaledFunction(Protocol):
-    """An allreduce that multiplies the result by ``scale``, then rounds to the dtype of the buffer. Collective."""
+    """Type of an allreduce that multiplies the result by ``scale``, then rounds to the buffer's dtype. Collective."""
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         """Reduce ``buffer`` in place and multiply the result by keyword-only ``scale``."""
@@ -68,7 +68,7 @@ def ufunc(buffer: Array, op: str) -> Combine:
 
 
 def may_lose_nan(buffer: Array, op: str) -> bool:
-    """Return True for max and min of floats, because MPI and NCCL may lose NaNs in these. Local."""
+    """Return True if MPI and NCCL may lose NaNs in ``op`` on ``buffer``: a max or min of floats. Local."""
     return op != "sum" and buffer.dtype.kind == "f"
 
 
@@ -117,7 +117,7 @@ _QUIET32: Final = np.uint32(0x0040_0000)
 
 @jit
 def float16_to_float32(half: Any) -> Any:
-    """Return the float16 with the bits ``half`` (uint16) as float32. For use in compiled loops."""
+    """Convert a float16, given by its bits ``half`` (uint16), to float32. For use in compiled loops."""
     word = np.uint32(half)
     magnitude = np.uint32(word & _MAGNITUDE16)
     moved = np.uint32(magnitude << _SHIFT)  # exponent and fraction in the fields of a float32
@@ -132,7 +132,7 @@ def float16_to_float32(half: Any) -> Any:
 
 @jit
 def float32_to_float16(value: Any) -> Any:
-    """Return the bits (uint16) of float32 ``value`` rounded to float16. For use in compiled loops."""
+    """Round the float32 ``value`` to float16, and return its bits (uint16). For use in compiled loops."""
     word = bits_of(value)
     magnitude = np.uint32(word & MAGNITUDE)
     shifted = np.uint32(magnitude >> _SHIFT)
@@ -149,13 +149,13 @@ def float32_to_float16(value: Any) -> Any:
 
 @jit
 def bfloat16_to_float32(half: Any) -> Any:
-    """Return the bfloat16 with the bits ``half`` (uint16) as float32. For use in compiled loops."""
+    """Convert a bfloat16, given by its bits ``half`` (uint16), to float32. For use in compiled loops."""
     return float_of(np.uint32(np.uint32(half) << _HALF_WORD))
 
 
 @jit
 def float32_to_bfloat16(value: Any) -> Any:
-    """Return the bits (uint16) of float32 ``value`` rounded to bfloat16. For use in compiled loops."""
+    """Round the float32 ``value`` to bfloat16, and return its bits (uint16). For use in compiled loops."""
     word = bits_of(value)
     tie = np.uint32(np.uint32(word >> _HALF_WORD) & _ONE)
     rounded = np.uint32(np.uint32(word + _BELOW_HALF_16) + tie)
@@ -199,7 +199,7 @@ def widen_on_host(source: Array, target: Array) -> None:
 
 
 def round_on_host(target: Array, source: Array) -> None:
-    """Round the float32 array ``source`` into a contiguous host array of 16-bit floats. Local."""
+    """Round the float32 array ``source`` to 16-bit floats, written to ``target``, a contiguous host array. Local."""
     loop = round_bfloat16 if target.dtype == BFLOAT16 else round_float16
     loop(target.view(np.uint16), source)
 
@@ -211,7 +211,10 @@ for _loop in (widen_float16, widen_bfloat16, round_float16, round_bfloat16):
 def widened_allreduce(
     algorithm: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce 16-bit floats: run ``algorithm`` in float32, multiply by keyword-only ``scale``, and round. Collective."""
+    """Reduce a ``buffer`` of 16-bit floats: run ``algorithm`` in float32, then multiply and round. Collective.
+
+    ``algorithm``: an allreduce function. ``scale`` (keyword-only): factor for the result.
+    """
     wide = scratch("widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
     widen(buffer, wide)
     algorithm(comm, wide, op)
@@ -220,7 +223,7 @@ def widened_allreduce(
 
 
 def widen(source: Array, target: Array) -> None:
-    """Copy ``source`` to ``target``, which has the dtype of ``source`` or its accumulation dtype. Local."""
+    """Copy ``source`` to ``target``. 16-bit floats are converted if ``target`` is float32. Local."""
     if is_16bit_float(source.dtype) and not is_device(source):
         widen_on_host(source, target)
     else:

@@ -38,7 +38,10 @@ def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
 
 
 def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return the scratch buffer ``name`` of ``buffers``; if needed, create it on the device of ``like``. Local."""
+    """Return the array ``name`` of ``size`` elements from the dict ``buffers``. Local.
+
+    If it is missing or too small, allocate it on the device of the array ``like``.
+    """
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
     if key not in buffers or buffers[key].nbytes < nbytes:
@@ -48,7 +51,7 @@ def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Ar
 
 
 def count_in_ledger(array: Array) -> Array:
-    """Count ``array`` as communication memory of this thread. Return ``array``. Local."""
+    """Add ``array`` to the communication memory in this thread's memory statistics. Return ``array``. Local."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 
 
@@ -62,7 +65,7 @@ def account(ledger: Ledger | None) -> None:
 
 
 def ledger() -> Ledger | None:
-    """Return the memory statistics that count the scratch buffers of this thread, or None. Local."""
+    """Return the memory statistics of this thread, set by `account`, or None. Local."""
     return _here.ledger
 
 
@@ -82,7 +85,7 @@ def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> 
 
 
 def gather_counts(comm: Communicator, row: np.ndarray) -> np.ndarray:
-    """Gather the int64 array ``row`` of each rank. Return an array of shape (ranks, ...). Collective."""
+    """Gather the int64 array ``row`` of each rank. Return an array with one row per rank. Collective."""
     gathered = np.empty((comm.size, *row.shape), np.int64)
     gathered[comm.rank] = row
     comm.all_gather(gathered.reshape(-1), [Range(row.size * rank, row.size * (rank + 1)) for rank in range(comm.size)])
@@ -96,7 +99,10 @@ def check_segment(segment_bytes: int) -> None:
 
 
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
-    """Split the range ``part`` into the fewest equal ranges of about ``segment_bytes`` bytes, aligned to 64 bytes."""
+    """Split the range ``part`` into the fewest equal ranges of at most about ``segment_bytes`` bytes. Return the list.
+
+    ``itemsize``: bytes per element. The ranges are aligned to 64 bytes.
+    """
     count = -(-part.size * itemsize // segment_bytes)
     return [piece.shift(part.start) for piece in split(part.size, count, itemsize) if piece] if count else []
 
@@ -113,7 +119,10 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
-    """Return a scratch buffer for each range in ``pieces``. Buffers i and i + 2 share memory. Local."""
+    """Return a list of scratch buffers, one for each range in ``pieces``. Buffers i and i + 2 share memory. Local.
+
+    ``name``: key of the scratch memory. ``like``: array on the device to use.
+    """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
     starts = [index % AHEAD * longest for index in range(len(pieces))]
@@ -121,7 +130,7 @@ def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> l
 
 
 class PostedReceives:
-    """Receives from rank ``source`` into the arrays ``targets``. At most two receives are in flight."""
+    """Sequence of receives from rank ``source``, one into each array of ``targets``. At most two are in flight."""
 
     def __init__(self, comm: Communicator, source: int, targets: Sequence[Array], tag: int = 0) -> None:
         self._comm, self._source, self._targets, self._tag = comm, source, targets, tag
@@ -135,7 +144,7 @@ class PostedReceives:
             self._posted.append(self._comm.irecv(target, self._source, self._tag))
 
     def take(self) -> Array:
-        """Wait for the next message. Return its array, which is valid until the next call. Local."""
+        """Wait for the next message in order. Return the array that holds it, valid until the next call. Local."""
         # With targets from `slots`, the receive posted here reuses the memory that the previous call returned.
         self._post()
         self._posted.popleft().wait()

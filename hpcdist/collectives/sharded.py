@@ -38,7 +38,7 @@ SharesFunction: TypeAlias = Callable[[Communicator, int, int], list[Range]]
 
 
 class ReduceScatterFunction(Protocol):
-    """Function that reduces a buffer over all ranks, and leaves one range of the result on each rank. Collective."""
+    """Type of a function that reduces a buffer over all ranks, and leaves one range of the result on each rank."""
 
     def __call__(
         self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None

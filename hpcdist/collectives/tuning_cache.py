@@ -28,7 +28,7 @@ LARGEST_SIZE: Final = "max_bytes"
 
 @dataclass(frozen=True)
 class TuningRow:
-    """Tuning result for one buffer size: predicted and measured seconds by algorithm, and the chosen algorithm."""
+    """Tuning result for one buffer size: {algorithm: seconds}, predicted and measured, and the chosen algorithm."""
 
     nbytes: int
     predicted: dict[str, float]
@@ -38,7 +38,7 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Result of a tuning: the selected algorithms, and their measured times."""
+    """Result of tuning a collective: the selected algorithms, the measured times, and the machine load."""
 
     text: str  # names the selected algorithms
     rows: tuple[TuningRow, ...] = ()
@@ -53,7 +53,7 @@ class Tuning:
 
     @property
     def choice(self) -> AlgorithmTable:
-        """The selected allreduce algorithms by buffer size."""
+        """The selected allreduce algorithms, as a table by buffer size."""
         return parse_algorithm(self.text)
 
 
@@ -76,7 +76,10 @@ def key(
     buffer: str,
     max_bytes: int,
 ) -> dict[str, Any]:
-    """Return the cache key of a tuning of the operation ``kind``. Collective over ``everyone``."""
+    """Return the key that identifies a tuning in the cache: a dict of all values on which its result depends.
+
+    ``buffer``: "host" or "device". ``max_bytes``: largest buffer tuned. Collective over ``everyone``.
+    """
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
     return {
@@ -113,7 +116,10 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return (cached tuning for the key ``query`` or None, reason why a file is ignored or ""). Local."""
+    """Return (cached tuning or None, reason why the cache file is ignored or ""). ``query``: cache key. Local.
+
+    ``load_now``: load per processor. With idle nodes, a result measured under load is ignored.
+    """
     # ``load_now``: highest `load_per_processor` of a node. If all nodes are idle, ignore a result from a busy machine.
     try:
         path = path_of(query)
@@ -143,7 +149,7 @@ def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]
 
 
 def load(path: Path) -> tuple[dict[str, Any], Tuning]:
-    """Return (cache key, tuning) from the file ``path``. Raises OSError, or ValueError for invalid content. Local."""
+    """Read the cache file ``path``. Return (cache key, tuning). Raises OSError or ValueError. Local."""
     try:
         content = json.loads(user_cache.read(path))
         if content["format"] != FORMAT:

@@ -35,7 +35,10 @@ def is_plain(buffer: Array) -> bool:
 
 
 def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
-    """Raise CommunicationError unless ``ranges``, one per rank, cover ``buffer`` in rank order without gaps. Local."""
+    """Raise CommunicationError unless ``ranges`` tile ``buffer`` in rank order, one range per rank. Local.
+
+    ``ranks``: number of ranks.
+    """
     ends = [0, *(part.stop for part in ranges)]
     starts = [*(part.start for part in ranges), buffer.size]
     if len(ranges) != ranks or ends != starts:
@@ -82,7 +85,7 @@ Progress: TypeAlias = Callable[[Request], None]  # progresses other operations w
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective call of a rank, to be compared with the calls of the other ranks."""
+    """Operation and arguments of a rank's collective call, as texts, to be compared with the other ranks' calls."""
 
     operation: str
     algorithm: str
@@ -103,7 +106,10 @@ class CollectiveCall:
 def describe_call(
     operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> CollectiveCall:
-    """Return the `CollectiveCall` of a call on ``buffer``. ``extra``: text of further arguments to compare. Local."""
+    """Describe a collective call on ``buffer`` for comparison between ranks. Local.
+
+    ``reduction``: "sum", "max", "min" or "". ``extra``: text of further arguments to compare.
+    """
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
     return CollectiveCall(operation, algorithm, name, str(count), reduction, extra)
@@ -112,7 +118,10 @@ def describe_call(
 def compare_native(
     comm: ComparableCommunicator, operation: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> None:
-    """Raise CommunicationError on all ranks if their arguments of an MPI collective differ. Collective."""
+    """Raise CommunicationError on all ranks if the arguments of their MPI collectives differ. Collective.
+
+    ``operation``: name of the collective. ``extra``: text of further arguments to compare.
+    """
     if comm.size > 1 and not comm.is_comparing:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
@@ -128,7 +137,10 @@ def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, progress: 
 def announce_refusal(
     comm: ComparableCommunicator, call: CollectiveCall, error: HpcdistError, progress: Progress | None = None
 ) -> None:
-    """Make other ranks fail in `compare_calls`, because this rank raises ``error`` instead of making ``call``."""
+    """Tell the other ranks that this rank raises ``error`` instead of making ``call``: their `compare_calls` fails.
+
+    ``progress``: function to call while waiting.
+    """
     if comm.checked and comm.size > 1:
         _exchange_calls(
             comm, CollectiveCall(call.operation, call.algorithm, call.dtype, call.count, refused=str(error)), progress
@@ -150,7 +162,7 @@ def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[.
 
 
 def ranges_fingerprint(shares: Sequence[Range]) -> str:
-    """Return a checksum of the element ranges ``shares`` as text, to compare them between ranks. Local."""
+    """Return a checksum of the list of element ranges ``shares`` as text, to compare it between ranks. Local."""
     return f"shares {zlib.crc32(repr([(part.start, part.stop) for part in shares]).encode()):08x}"
 
 

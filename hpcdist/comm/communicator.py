@@ -28,7 +28,7 @@ ANY: Final = -1  # any source or any tag, in `probe` and `poll`
 
 @dataclass(frozen=True)
 class Nodes:
-    """A communicator split by node."""
+    """Split of a communicator by node: communicators within and between nodes, and the ranks of each node."""
 
     intra: "Communicator"  # ranks of this node
     peers: "Communicator"  # ranks with this rank's position on each node
@@ -122,7 +122,7 @@ class Communicator(CommunicatorFamily):
         return message
 
     def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
-        """Return a handle for a message from rank ``peer``, like `probe`, or None if no message has arrived. Local."""
+        """Return a handle for a message from rank ``peer``, like `probe`, or None if none has arrived. Never waits."""
         message = self._poll(peer, tag)
         if message is not None:
             self.events.end(self.events.begin(self.name, "probe", "uint8", 0, 0, message.source, message.tag))
@@ -201,7 +201,10 @@ class Communicator(CommunicatorFamily):
         return self._recorded("broadcast_object", self._broadcast_object, value, root, peer=root)
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> "Communicator | None":
-        """Return a communicator of the ranks with this ``color``, sorted by (``key``, rank), or None for color None."""
+        """Split the communicator. Return the part with this rank's ``color``, or None if ``color`` is None.
+
+        Ranks are sorted by (``key``, rank). ``label``: text for the name of the new communicator.
+        """
         self._children += 1
         suffix = "" if color is None else f"/{label}{self._children}.{color}"
         child = self._recorded("split", self._split, color, key, self.name + suffix)
@@ -210,7 +213,7 @@ class Communicator(CommunicatorFamily):
         return child
 
     def dup(self, label: str = "dup") -> "Communicator":
-        """Return a communicator of the same ranks with its own message context."""
+        """Return a communicator of the same ranks with its own message context. ``label``: text for its name."""
         child = self.split(0, self.rank, label)
         assert child is not None
         return child

@@ -97,7 +97,7 @@ class CommunicationConfig:
 
 
 def fault_in_table(text: str, names: Sequence[str]) -> str:
-    """Return an error message, or "" if ``text`` is one of ``names`` or a table "NAME<=BYTES,...,NAME". Local."""
+    """Return "" if ``text`` is one of ``names`` or a table "NAME<=BYTES,...,NAME", else an error message. Local."""
     rows, before = text.split(","), -1
     for number, row in enumerate(rows, 1):
         name, sign, limit = row.partition("<=")

@@ -22,7 +22,7 @@ OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 
 
 class Handover:
-    """Conversion of buffers to memory that MPI may read or write."""
+    """Conversion of buffers to arrays that MPI can read or write, with GPU buffers staged on the host if necessary."""
 
     def __init__(self, device_pointers: bool | Collection[str]) -> None:
         if isinstance(device_pointers, bool):

@@ -36,7 +36,7 @@ from hpcdist.reporting import atomic
 
 @dataclass
 class Session:
-    """A started job: the communicator of all ranks, and this rank's placement, recorder and watchdog."""
+    """State of a started job: communicator of all ranks, placement, MPI version, flight recorder and watchdog."""
 
     comm: Communicator
     place: placement.Placement
@@ -86,7 +86,7 @@ class Session:
         self.spans = NULL_SPANS
 
     def survive(self, comm: Communicator) -> "Session":
-        """Return a new session on ``comm``, the communicator of the survivors, in place of this session. Collective."""
+        """Return a session on ``comm``, the survivors' communicator, which replaces this session. Collective."""
         self.stop_recording()
         session = replace(self, comm=comm, place=placement.locate(comm, None))
         if failfast.is_installed():  # false if ranks are threads of a test
@@ -95,7 +95,7 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """From now on, let only rank 0 print an error that all ranks raise equally. Local."""
+        """If all ranks raise the same error, let only rank 0 print it. Local."""
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
         if self.outlives:
@@ -103,7 +103,7 @@ class Session:
             failfast.set_survivable(is_rank_failure)
 
     def leave(self, code: int) -> NoReturn:
-        """End all ranks with exit code ``code``, which must be equal on all ranks. Collective."""
+        """Finalise MPI and end all ranks with exit code ``code``, which must be equal on all ranks. Collective."""
         # Every rank waits for all other ranks. If the job survives rank failures, MPI is not finalised.
         if self.outlives:
             self.comm.agree(True)
@@ -141,7 +141,8 @@ def start(
 ) -> Session:
     """Start MPI if a launcher announced a world, else a world of only this process. Collective.
 
-    ``ranks_per_node``: size of simulated nodes, or None. ``checked``: True to compare all ranks' collective calls.
+    ``ranks_per_node``: size of simulated nodes, or None. ``checked``: compare all ranks' collective calls.
+    ``check_local_ranks``: compare the announced local ranks with MPI's nodes.
     """
     refuse_worker()
     standard_streams.protect()
@@ -207,7 +208,7 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """Report errors before `start` with the same text and exit code as after it. Local."""
+    """Install the error reports of `start` now, so that earlier errors get the same text and exit code. Local."""
     # `launched`: do nothing in a process without a launcher.
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -238,7 +239,7 @@ def start_joined() -> Session:
 
 
 def end_alone(error: Exception) -> NoReturn:
-    """End this spawned process, which could not join the job because of ``error``. The job continues. Local."""
+    """Print ``error``, with which this spawned process could not join the job, and end it. The job continues. Local."""
     sys.stderr.write(f"hpcdist: a process that was started to replace a rank could not join the job: {error!r}\n")
     sys.stderr.flush()
     os._exit(FAILURE)  # the end of Python would finalise MPI, and hang in it
@@ -296,7 +297,7 @@ def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> No
 
 
 def announce_pid(name: object) -> None:
-    """Write the process id of this rank to the file pid-``name`` for `hpcdist run`, unless ``name`` is None."""
+    """Write this rank's process id to the file "pid-``name``", for `hpcdist run`. Does nothing if ``name`` is None."""
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
         # `name` is unique in the job, such as the rank.

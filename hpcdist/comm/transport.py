@@ -24,7 +24,7 @@ UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume 
 
 
 class CallSite(NamedTuple):
-    """A line of code that requested an operation. Another thread may execute the operation, or a later call."""
+    """A line of code that requested an operation. It may differ from the line that executes the operation."""
 
     code: CodeType
     instruction: int
@@ -42,22 +42,25 @@ attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its o
 
 
 def attribute(site: CallSite | None) -> None:
-    """Record ``site`` as the call site of later operations of this thread. None: record the actual call site. Local."""
+    """Use ``site`` as the call site of this thread's later operations. None: use their actual call sites. Local."""
     attributed.pop(get_ident(), None)
     if site is not None:
         attributed[get_ident()] = site
 
 
 class EventSink:
-    """Observer of a communicator's operations. This base class does nothing."""
+    """Observer that a communicator calls at the start and end of each operation. This base class does nothing."""
 
     # An operation that raises an error has no end, which shows the failure.
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Record the start of operation ``op``, which sends ``sent_bytes`` bytes. Return a token to pass to `end`."""
+        """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
+
+        ``comm``: communicator name. ``sent_bytes``: bytes that this rank sends. ``peer``: other rank, or -1.
+        """
         return 0
 
     def end(self, token: int) -> None:
-        """Record the end of the operation for which `begin` returned ``token``."""
+        """Record the end of the operation with the number ``token``, which `begin` returned."""
 
 
 NULL_SINK: Final = EventSink()
@@ -70,11 +73,11 @@ class Request(Protocol):
         """Wait until the operation is complete. Local."""
 
     def test(self) -> bool:
-        """Return True if the operation is complete. Local."""
+        """Return True if the operation is complete. Does not wait. Local."""
 
 
 class Message(Protocol):
-    """A message that a matched probe has reserved: only `recv` of this object can receive it."""
+    """A message that a probe has matched and reserved. Only the method `recv` of this object can receive it."""
 
     source: int
     tag: int
@@ -102,7 +105,7 @@ class SharedBlock(Protocol):
 
 
 class PendingRequest:
-    """A request whose end is recorded in the event log."""
+    """A request that records the end of its operation in the event sink."""
 
     def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], object] | None) -> None:
         self._events, self._token, self._transport, self._finish = events, token, transport, finish
@@ -139,13 +142,13 @@ def check_size(nbytes: int, source: int, tag: int, buffer: Array, receiver: str 
 
 
 def pieces(size: int, largest: int | None = None) -> list[Range]:
-    """Split ``size`` elements into ranges of at most ``largest`` elements (default `LARGEST_COUNT`). Local."""
+    """Split ``size`` elements into a list of ranges of at most ``largest`` (None: `LARGEST_COUNT`) elements. Local."""
     largest = largest or LARGEST_COUNT
     return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
 
 
 def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
-    """Return the intersection of each of ``ranges`` with ``piece``, as offsets from the start of ``piece``. Local."""
+    """Intersect each of ``ranges`` with the range ``piece``. Return offsets from the start of ``piece``. Local."""
     return [part.intersect(piece).shift(-piece.start) for part in ranges]
 
 
@@ -162,7 +165,10 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Allocate scratch memory for copies of ``ranges``. Return (memory, range of each copy; empty if too long)."""
+    """Allocate one scratch array for copies of ``ranges`` of ``buffer``. Return (array, list of ranges of the copies).
+
+    A range above ``largest`` elements gets an empty range.
+    """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
     return namespace(buffer).empty(slots[-1].stop, buffer.dtype), slots

@@ -30,7 +30,7 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return pairs of arrays (earliest, latest) of possible update times of an energy counter, in ns.
+    """Return pairs of arrays (earliest, latest) of possible times in ns at which an energy counter was updated.
 
     ``seen_ns[i]``: time of the first reading after update i. ``before_ns[i]``: time of the preceding reading.
     ``update_s``: expected seconds between updates, or NaN.
@@ -178,7 +178,7 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return a dict for each energy counter: ``name``, ``kind``, and ``activities`` from `phase_joules`."""
+        """Return a list of dicts, one per energy counter: ``name``, ``kind``, ``activities`` from `phase_joules`."""
         if final:
             self._settle(True)
         return [

@@ -31,7 +31,7 @@ MIN_LOSSES: Final = 5  # in this average
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """Joules of one energy source over time, in one start of a run."""
+    """Joules of one energy source over time, since one start of a run."""
 
     node: int  # index
     kind: str
@@ -50,14 +50,14 @@ class SourceHistory:
 
 @dataclass(frozen=True)
 class StartHistory:
-    """Energy of all sources over time, in one start of a run."""
+    """Energy of all sources over time, since one start of a run."""
 
     session: int  # number of the start, from 0
     courses: tuple[SourceHistory, ...]  # history of each source
 
     @property
     def counted(self) -> tuple[SourceHistory, ...]:
-        """Energy sources to add up: counters of whole nodes if every node has one, else all other sources."""
+        """Energy sources to add up: the counters of whole nodes if every node has one, else all other sources."""
         nodes = {course.node for course in self.courses}
         if nodes and nodes == {course.node for course in self.courses if course.kind == NODE}:
             return tuple(course for course in self.courses if course.kind == NODE)
@@ -188,9 +188,10 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return the mean, smallest and largest carbon intensity in g/kWh over time intervals, weighted by ``joules``.
+    """Return (mean, smallest, largest) carbon intensity in g/kWh over time intervals, weighted by ``joules``.
 
-    The intensity is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. Returns NaN if an interval is outside.
+    Interval i is from ``begins_s[i]`` to ``ends_s[i]``. The intensity is ``g_per_kwh[j]`` from ``edges_s[j]`` to
+    ``edges_s[j + 1]``. Returns NaN if an interval is outside.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
@@ -262,7 +263,7 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return a dict of metrics such as "average_w" of ``energy_j`` joules used in ``seconds``. None: unknown."""
+    """Return a dict of metrics, such as "average_w", of ``energy_j`` joules used in ``seconds``. None: unknown."""
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)
     unknown = NO_ENERGY if math.isnan(energy_j) else None

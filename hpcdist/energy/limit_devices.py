@@ -30,7 +30,7 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """Protocol of a power limit or clock limit of a device."""
+    """Protocol of a power limit or clock limit of a device. Drivers count in units of their own, such as mW."""
 
     kind: str
     device: str
@@ -40,7 +40,7 @@ class DeviceLimit(Protocol):
     per_unit: int  # driver units per ``unit``
 
     def allowed(self) -> LimitRange:
-        """Return the range that the device accepts. Raises MissingCapabilityError if it has no such limit."""
+        """Return the range of limits that the device accepts. Raises MissingCapabilityError if it has no such limit."""
 
     def now(self) -> int | None:
         """Return the current limit in the driver's unit, or None if unknown. Raises MissingCapabilityError."""
@@ -52,7 +52,7 @@ class DeviceLimit(Protocol):
         """Set the limit in the driver's unit, or remove it if ``value`` is None. Raises MissingCapabilityError."""
 
     def cure(self, value: int | None) -> str:
-        """Return the shell command that sets this limit to ``value``."""
+        """Return the shell command with which a user can set this limit to ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
@@ -163,7 +163,7 @@ class GpuClockLimit(_GpuLimit):
     kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
 
     def allowed(self) -> LimitRange:
-        """Return the graphics clocks in MHz that the driver lists for the highest memory clock, if any."""
+        """Return the range of the GPU's graphics clocks in MHz, with the clocks that the driver lists, if any."""
         unlisted = (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound, ValueError, IndexError)
         with self._explained(), suppress(*unlisted):
             memory = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))

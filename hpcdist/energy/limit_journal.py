@@ -123,7 +123,7 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
 
 
 def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
-    """Return the journal records in ``folder``, oldest first, and error texts about unreadable records."""
+    """Return (journal records in ``folder``, oldest first; error texts about unreadable records), two lists."""
     readable, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -73,7 +73,7 @@ class EnergyWatch:
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return the mean power and utilisation since the last call, and append new samples to the output file."""
+        """Return a `WatchInterval` since the last call, and append new samples to the output file."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
@@ -98,7 +98,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """Stop measuring. Return the result of `report.merge` with the measured ``seconds``."""
+        """Stop measuring. Return the energy report as a dict, as in `report.merge`, and its duration in ``seconds``."""
         self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()

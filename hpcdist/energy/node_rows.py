@@ -31,7 +31,7 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """Energy and time of one rank's phase windows."""
+    """Energy and time of the phase windows of one rank. Windows may be nested."""
 
     def __init__(self, num_sources: int) -> None:
         self.total_mj = [0.0] * num_sources  # of all windows together, by energy source
@@ -49,7 +49,7 @@ class PhaseWindows:
         self._open.append(PhaseWindow(phase, now_ns, [0.0] * len(self._last)))
 
     def leave(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """End the innermost window, with the energy reading ``values`` as in `enter`."""
+        """End the innermost open window. ``values``: mJ of each energy source at ``now_ns``, as in `enter`."""
         self.edge(now_ns, values)
         window = self._open.pop()
         window.end_ns = now_ns
@@ -57,7 +57,7 @@ class PhaseWindows:
         self._sum(self._sums, window)
 
     def take(self) -> list[PhaseWindow]:
-        """Return the windows that ended since the last call."""
+        """Return a list of the windows that ended since the last call."""
         taken, self.closed = self.closed, []
         return taken
 
@@ -92,7 +92,7 @@ class PhaseWindows:
         self._last[source], self._inside[source], self._outside[source] = value, False, False
 
     def totals(self) -> list[float]:
-        """Return the mJ of each energy source in all windows together. NaN: unknown."""
+        """Return a list of the mJ of each energy source in all windows together. NaN: unknown."""
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:
@@ -267,7 +267,7 @@ class LiveFigures:
         self._bytes: dict[int, Mapping[str, float]] = {}
 
     def see(self, rows: Sequence[NodeRows]) -> None:
-        """Replace the figures of all nodes by ``rows``, the result of `EnergyMonitor.collect`."""
+        """Replace the latest data of all nodes by ``rows``, the result of `EnergyMonitor.collect`."""
         self._rows = rows
         for row in rows:
             if len(row.drained.looks):

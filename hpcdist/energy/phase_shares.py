@@ -55,7 +55,7 @@ class RankPhases:
         self._replace(flatten_spans(np.concatenate([self.spans, spans])))
 
     def forget(self, before_ns: int) -> None:
-        """Drop the spans that ended before the time ``before_ns``."""
+        """Drop the time spans that ended before the time ``before_ns``."""
         self._replace(self.spans[self.spans[:, 2] > before_ns])
 
     def _replace(self, spans: np.ndarray) -> None:
@@ -76,7 +76,7 @@ class RankPhases:
 
 
 class PhaseGrid:
-    """Seconds in each phase of each of ``ranks`` at fine time steps from ``begin_ns`` to ``end_ns``."""
+    """Table of the seconds of each rank in each phase, at fine time steps from ``begin_ns`` to ``end_ns``."""
 
     def __init__(self, ranks: Sequence[RankPhases], begin_ns: int, end_ns: int) -> None:
         self._pitch_ns = max(GRID_NS, (end_ns - begin_ns) // MAX_GRID_POINTS)
@@ -85,7 +85,7 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean seconds of the ranks with indices ``ranks`` (None: all ranks)."""
+        """Return the mean seconds in each phase over the ranks with indices ``ranks`` (None: all ranks)."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 
@@ -103,7 +103,7 @@ class PhaseShares:
         return np.asarray(low + (rest / self._pitch_ns)[..., None] * (self._table[at + 1] - low))
 
     def between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the seconds in each of `PHASE_NAMES` (last axis) between the times ``begins`` and ``ends`` in ns."""
+        """Return the seconds in each of `PHASE_NAMES` (last axis) from times ``begins`` to times ``ends``, in ns."""
         seconds = np.empty((*begins.shape, len(PHASE_NAMES)))
         seconds[..., :STEP] = self._before(ends) - self._before(begins)
         seconds[..., STEP] = np.maximum((ends - begins) / 1e9 - seconds[..., :STEP].sum(axis=-1), 0.0)
@@ -128,7 +128,7 @@ def job_activities(
     """Return the energy of each activity of a job: {"joules": {activity: value}, "error_j": ..., "seconds": ...}.
 
     ``rows``: `Attribution.rows` of all nodes. ``kinds``: kinds of energy sources to include. ``training_j``: joules
-    since the last start, or NaN for the given ``reason``. ``earlier``: `activities_state` before this start, or None.
+    since the last start, or NaN for the given ``reason``. ``earlier``: `activities_state` before it, or None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     total_j = math.fsum(phase["joules"] for phase in activities.values())

@@ -53,7 +53,8 @@ def _to_stderr(message: str) -> None:
 class EnergySampler:
     """Background thread that reads the energy ``counters`` every ``interval_s`` seconds, from `start` to `stop`.
 
-    ``look()`` is called every ``look_s`` seconds and returns the node's utilisation. ``tell(text)`` reports failures.
+    ``look``: function called every ``look_s`` seconds, which returns the node's utilisation. ``tell``: function that
+    reports failures as text.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class EnergySampler:
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the indices of the counters that missed some energy since the last call."""
+        """Return a list of the indices of the counters that missed some energy since the last call."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now

@@ -131,7 +131,7 @@ def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
 
 @dataclass(frozen=True)
 class MetricsTable:
-    """Declaration of a table whose rows are ordered by its first column, such as the step."""
+    """Declaration of a table in an HDF5 file. Its rows are ordered by the first column, such as the step."""
 
     name: str
     columns: tuple[Column, ...]
@@ -158,7 +158,7 @@ class MetricsTable:
         extend(file, self.name, {name: row if row.ndim else np.full(count, row) for name, row in rows.items()})
 
     def drop_from(self, file: h5py.File, first: float) -> None:
-        """Drop all rows from the first row on whose first column is at least ``first``. Local."""
+        """Delete the last rows of the table: all rows from the first one whose first column is at least ``first``."""
         values = columns(file, self.name)[self.columns[0].name][...]
         later = np.flatnonzero(values >= first)
         shorten(file, self.name, int(later[0]) if later.size else len(values))
@@ -237,7 +237,10 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Allocate a dataset without writing it. Return the byte offset of its elements in the file."""
+        """Allocate the dataset ``name`` without writing its elements. Return their byte offset in the file.
+
+        ``attributes``: HDF5 attributes of the dataset.
+        """
         dataset = h5d.create(
             self._file.id, name.encode(), self._type(dtype), self._space(shape), self._contiguous, self._links
         )
@@ -255,7 +258,7 @@ class DatasetMaker:
     ) -> None:
         """Create a virtual dataset from regions of other datasets. Missing elements are read as ``fill``.
 
-        A region is a tuple: its box, and the file, name, shape and box of its source dataset.
+        ``regions``: tuples (box, file, dataset name, shape, box in that dataset). ``attributes``: HDF5 attributes.
         """
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)

@@ -224,7 +224,8 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
     """Context manager that edits or creates the HDF5 file ``path``. On exit, all changes reach the disk, or none.
 
-    Raises StorageError, or DamagedFileError for another schema.
+    ``schema``, ``version``: name and version of the file's format. Raises StorageError, or DamagedFileError for another
+    schema.
     """
     path = Path(path)
     created = not path.exists()
@@ -257,7 +258,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError if ``path`` exists or cannot be written."""
+    """Raise StorageError if the file ``path`` exists, or if its directory cannot be written."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove the file, or choose another --output")
@@ -277,7 +278,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous ``array`` in a dtype that HDF5 supports: bfloat16 becomes uint16."""
+    """Return ``array`` as a contiguous array of a dtype that HDF5 supports: bfloat16 becomes uint16."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -293,9 +294,10 @@ def write_contiguous(
     opens: Callable[[Path], Overlay] = Overlay.created,
     outside: xxhash.xxh3_128 | None = None,
 ) -> dict[str, int]:
-    """Write ``datasets`` to a new HDF5 file, and fsync it. Return {dataset name: byte offset of its elements}.
+    """Write ``datasets``, {name: array}, to a new HDF5 file ``path``, and fsync it. Raises StorageError.
 
-    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError.
+    Return {dataset name: byte offset of its elements}. ``attributes``: root attributes. ``dataset_attributes``:
+    attributes by dataset name.
     """
     path = Path(path)
     try:

@@ -46,7 +46,7 @@ def journal_of(path: Path) -> Path:
 
 
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
-    """Return the redo journal of a commit that sets the file to ``size`` bytes and replaces ``pages``.
+    """Return the redo journal of a commit as bytes. The commit sets the file to ``size`` bytes and replaces ``pages``.
 
     ``pages``, ``before``: {page number: content} after and before the commit.
     """
@@ -58,7 +58,7 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return (new file size, {page number: new content}) of an unfinished commit to ``path``, or None."""
+    """Return (file size, {page number: content}) after an unfinished commit to the file ``path``, or None."""
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
         data = regular.read(journal_of(path), 2 * path.stat().st_size + (1 << 20))

@@ -23,7 +23,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Dataset in another file that supplies elements of a virtual dataset."""
+    """Source of some elements of a virtual dataset: a dataset in another file, and the region it supplies."""
 
     file: str  # relative to the directory of the virtual dataset's file
     dataset: str
@@ -34,7 +34,7 @@ class VirtualSource:
 
 @dataclass(frozen=True)
 class VirtualDataset:
-    """Dataset whose elements are stored in other files."""
+    """Virtual HDF5 dataset: its elements are stored in datasets of other files, the ``parts``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

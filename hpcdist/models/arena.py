@@ -25,7 +25,7 @@ NOTHING: Final = np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Recording of the use of an `Arena`'s memory blocks, which `Arena.repeat` can replay."""
+    """Recorded sequence of memory blocks taken from and returned to an `Arena`. `Arena.repeat` replays it."""
 
     taken: frozenset[int]  # indices of the blocks that `Arena.take` returned
     changes: tuple[tuple[int, int], ...]  # (index of the block, change of the number of users)
@@ -49,14 +49,14 @@ class Arena:
         self._fixed = set[int]()  # blocks for `repeat`, which must not grow
 
     def saved(self, layer: int, microbatch: int = 0) -> "ArenaSaved":
-        """Return the `Saved` object of this layer and micro-batch, and create it if necessary."""
+        """Return the `Saved` object of number ``layer`` and ``microbatch``. Create it at the first call."""
         key = (layer, microbatch)
         if key not in self._live:
             self._live[key] = ArenaSaved(self, key)
         return self._live[key]
 
     def take(self, nbytes: int) -> int:
-        """Take a free block of at least ``nbytes`` bytes, or allocate a block. Return its index."""
+        """Reserve a free block of at least ``nbytes`` bytes, or allocate one. Return the index of the block."""
         slot = bisect_left(self._free, (nbytes, -1))
         if slot < len(self._free) and self._free[slot][0] <= max(MAX_WASTE * nbytes, ALIGN_BYTES):
             index = self._free.pop(slot)[1]
@@ -89,11 +89,11 @@ class Arena:
         return None
 
     def share(self, index: int) -> None:
-        """Count one more user of block ``index``. Each user must call `give` before the block becomes free."""
+        """Add one user to the memory block ``index``. The block is free after each user has called `give`."""
         self._uses[index] += 1
 
     def give(self, index: int) -> None:
-        """Count one user less of block ``index``. A block without users is free."""
+        """Remove one user from the memory block ``index``. A block without users is free."""
         self._uses[index] -= 1
         if not self._uses[index]:
             insort(self._free, (self._blocks[index].nbytes, index))
@@ -103,7 +103,7 @@ class Arena:
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """End the recording, and return the use of memory blocks since `begin_record`."""
+        """End the recording. Return the blocks taken and returned since `begin_record` as a `BlockUse`."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -163,7 +163,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class SavedState:
-    """Snapshot of the names, arrays and objects of an `ArenaSaved`, without copies of the array contents."""
+    """Snapshot of an `ArenaSaved`: names, arrays and objects. The contents of the arrays are not copied."""
 
     # The replay of a CUDA graph writes the array contents again, at the same addresses.
     values: dict[str, Any]

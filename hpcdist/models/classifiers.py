@@ -29,7 +29,7 @@ from hpcdist.models.stage import (
 
 
 def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...]:
-    """Return the stages of an mlp: the hidden layers, and a head that outputs ``classes`` logits."""
+    """Return the stages of an mlp for ``features`` inputs: the hidden layers, and a head with ``classes`` logits."""
     if features < 1 or classes < 1:
         raise ConfigurationError(
             f"the data has {features} features and {classes} classes; an mlp needs at least 1 and 1: check data.path"
@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x converted to ``dtype``. Integers are divided by the maximum of their type."""
+    """Return x converted to ``dtype``, in memory of ``saved``. Integers are divided by the maximum of their type."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -89,7 +89,10 @@ class Dense(DeclaredStage):
 
 
 def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
-    """Return the stages of a convnet: the convolutions, and a head that outputs ``classes`` logits."""
+    """Return the stages of a convnet: the convolutions, and a head that outputs ``classes`` logits.
+
+    ``height``, ``width``, ``channels``: size of an input picture.
+    """
     if min(height, width, channels, classes) < 1:
         raise ConfigurationError(
             f"the data has {height} x {width} pixels, {channels} channels and {classes} classes; for a convnet, each "

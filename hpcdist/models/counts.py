@@ -96,7 +96,7 @@ class DocumentPairs(NamedTuple):
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer's embedding for ``context`` tokens per sample."""
+    """Return FLOPs, parameters and memory of a transformer's embedding, per sample of ``context`` tokens."""
     wide = context * config.hidden
     return UnitCounts(
         parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
@@ -171,7 +171,7 @@ def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
 
 
 def expert_rows(config: ModelConfig, context: int) -> int:
-    """Return the largest number of (token, expert) pairs in a sample of ``context`` tokens, limited by capacity."""
+    """Return the largest number of (token, expert) pairs in a sample of ``context`` tokens, after capacity drops."""
     return min(context * config.experts_per_token, config.experts * capacity(config, context))
 
 

@@ -15,7 +15,7 @@ from hpcdist.errors import DataError
 
 
 class PackedTokens(ArrayGroup):
-    """Micro-batch of packed documents: tokens on the compute device, and document positions on the host."""
+    """Micro-batch of packed documents: tokens on the compute device, and each token's position in its document."""
 
     @classmethod
     def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
@@ -35,7 +35,7 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """For each sample, the start positions of its documents, and then the length of the sample."""
+        """The document borders of each sample: start position of each document, and then the length of the sample."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 

@@ -55,7 +55,7 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Before forward of stage number ``unit``, put the earlier outputs that it also reads into ``saved``."""
+        """Before forward of stage number ``unit``, put earlier stages' outputs that it also reads into ``saved``."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
@@ -65,7 +65,7 @@ class SkipConnections:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """After backward of stage number ``unit``, copy its gradients for earlier stages from ``saved``."""
+        """Store the gradients that the backward of stage number ``unit`` left in ``saved`` for earlier stages."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
@@ -107,7 +107,7 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of this model that divides the summed loss by ``targets`` targets per sample."""
+        """Return a copy of this model whose loss is divided by ``targets``, the number of targets per sample."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
@@ -119,7 +119,7 @@ class Model:
 
     @cached_property
     def needs(self) -> dict[int, list[int]]:
-        """For each stage, the indices of the stages that own its parameters: itself, and owners of its tied tensors."""
+        """The stages that own each stage's parameters: {stage number: list of stage numbers, with the stage itself}."""
         unit_of = {stage.layer: unit for unit, stage in enumerate(self.stages)}
         owners = [[unit_of[self.layout.by_key[key].spec.layer] for key in stage.tied.values()] for stage in self.stages]
         return {unit: sorted({unit, *owners[unit]}) for unit in unit_of.values()}
@@ -191,7 +191,10 @@ class Model:
         arena: Arena,
         microbatch: int = 0,
     ) -> None:
-        """Run the backward pass of all stages for ``scale`` times the loss, and release the activations."""
+        """Run the backward pass of all stages for ``scale`` times the loss, and release the activations.
+
+        ``arena``, ``microbatch``: as for the forward pass.
+        """
         # `Gradients.begin_step` of every stage must precede the first backward pass of a step, and `Gradients.finish`
         # must follow the last one.
         last = arena.saved(self.stages[-1].layer, microbatch)
@@ -231,17 +234,23 @@ class Model:
         return result
 
     def communicated_s(self) -> float:
-        """Return the seconds that the stages have spent in communication since the last call. Local."""
+        """Return the seconds that the stages have spent in communication since the last call of this method. Local."""
         return sum((clock() for clock in self.clocks), 0.0)
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
-        """Return the summed loss of a batch in nats, without a backward pass."""
+        """Return the summed loss in nats of the batch (x, ``targets``), without a backward pass.
+
+        ``arena``: memory for the activations.
+        """
         return self.weighted_loss(parameters, x, targets, arena)[0]
 
     def weighted_loss(
         self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch, and the sum of its loss weights or NaN."""
+        """Return (summed loss, sum of the loss weights) of the batch (x, ``targets``).
+
+        The second number is NaN if the loss has no weights. ``arena``: memory for the activations.
+        """
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = float(self.loss.forward(logits, targets, self.operations, saved))
@@ -286,7 +295,7 @@ class BoundGradients:
 
     @property
     def written(self) -> frozenset[str]:
-        """Keys of the stage's tensors whose gradients this step has already written. Later gradients are added."""
+        """Keys of the stage's tensors whose gradients were written in this step. Later gradients will be added."""
         return frozenset(self._written.intersection(self._keys.values()))
 
     def wrote(self, keys: frozenset[str]) -> None:

@@ -112,7 +112,7 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """Wrapper of a linear layer ``inner`` that defers weight gradients until `weight_gradients` is called."""
+    """Wrapper of a linear layer ``inner`` that postpones the weight gradients to a call of `weight_gradients`."""
 
     name: str  # field of the layer in `hpcdist.models.stage.Operations`
     inner: LinearOperation
@@ -135,7 +135,7 @@ class SplitLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Keep ``dy`` in ``saved`` for `weight_gradients`, and compute no gradient now."""
+        """Store ``dy`` in ``saved``, and leave the computation of the weight gradients to `weight_gradients`."""
         _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 

@@ -25,7 +25,7 @@ StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
 
 @dataclass(frozen=True)
 class Draw:
-    """Values that determine the dropout masks of a micro-batch."""
+    """Seed, step and first sample of a micro-batch. They determine its dropout masks."""
 
     seed: int
     step: int
@@ -38,13 +38,13 @@ class Gradients(Protocol):
     """Gradient arrays of one stage. The first gradient of a step overwrites an array, later gradients are added."""
 
     def into(self, name: str) -> tuple[Array, bool]:
-        """Return the gradient array of tensor ``name``, and True to add to it or False to overwrite it."""
+        """Return (gradient array of the tensor ``name``, True to add to the array or False to overwrite it)."""
 
     def begin_step(self) -> None:
         """Mark all gradients of the stage as unwritten, before the first backward pass of a step."""
 
     def finish(self) -> None:
-        """Zero every gradient array that no backward pass of this step has written."""
+        """Set every gradient array that no backward pass of this step has written to 0."""
 
 
 class Saved(Protocol):
@@ -69,16 +69,16 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return a new, empty `Saved` for the same stage and micro-batch. The caller must release it."""
+        """Return a new, empty `Saved` object for the same stage and micro-batch. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
-        """Return True if ``array`` is in memory that the method `empty` of this object returned."""
+        """Return True if ``array`` is in memory that `empty` of this object allocated."""
 
     def hold(self, name: str) -> None:
-        """Keep the array ``name`` until `release`, even if `narrow` is called."""
+        """Mark the array ``name``: `narrow` does not free it. `release` does."""
 
     def narrow(self) -> None:
-        """Free all stored arrays and objects, except those kept by `hold`."""
+        """Free all stored arrays and objects, except the arrays marked by `hold`."""
 
     def release(self) -> None:
         """Free all stored arrays and objects, after the backward pass or when the output is no longer needed."""
@@ -95,7 +95,7 @@ class LinearOperation(Protocol):
         """Return ``x weight^T + bias``, and keep x in ``saved`` for backward. ``biased``: True to add the bias."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Compute all parameter gradients. Return the gradient of x, valid until the next call."""
+        """Compute all parameter gradients. Return the gradient of x, which the next call overwrites."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return the input gradient for the output gradient dy, without weight gradients."""
@@ -137,7 +137,10 @@ class RotaryOperation(Protocol):
         """Rotate the heads in the first ``rotated`` columns of x, (batch, context, columns), in place and return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads of the gradient dx back, in place. Return dx."""
+        """Rotate the gradients of the heads back, in place, and return dx.
+
+        ``head_size``, ``rotated``: as for the forward pass.
+        """
 
 
 class NormOperation(Protocol):
@@ -157,7 +160,7 @@ class NormOperation(Protocol):
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return the gradient of x, added to the array ``residual`` if it is not None."""
+        """Return the gradient of x. If ``residual`` is not None, add the gradient to this array, and return it."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -177,7 +180,7 @@ class AttentionOperation(Protocol):
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv). Unless ``keep``, later calls overwrite the result."""
+        """Return the gradient of qkv, or of (queries, kv). Unless ``keep`` is True, a later call overwrites it."""
 
 
 class ActivationOperation(Protocol):
@@ -279,10 +282,10 @@ class Stage(Protocol):
 
 
 class MixedStage(Stage, Protocol):
-    """Stage with experts. With sharded experts, a rank without samples calls `attend` and `attend_backward`."""
+    """Stage with experts. With sharded experts, a rank without samples must call `attend` and `attend_backward`."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """On a rank without samples, call the collectives of `forward`. Collective."""
+        """On a rank without samples, take part in the collectives of `forward`. Collective."""
 
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
@@ -307,7 +310,7 @@ class DeclaredStage:
         return samples, *self._output
 
     def with_tokens(self, tokens: int) -> Self:
-        """Return a copy of this stage with outputs of ``tokens`` tokens per sample."""
+        """Return a copy of this stage whose output has ``tokens`` tokens per sample, for context parallelism."""
         other = copy.copy(self)
         other._output = (tokens, *self._output[1:])
         return other
@@ -388,7 +391,7 @@ def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False)
 
 
 def as_indices(tokens: Array, saved: Saved) -> Array:
-    """Return ``tokens`` as a flat int64 array. On the CPU, the array is in scratch memory of ``saved``."""
+    """Return ``tokens`` as a flat int64 array. On the CPU, the array uses scratch memory of ``saved``."""
     if is_device(tokens):
         return tokens.reshape(-1).astype(np.int64)
     indices = saved.scratch("tokens.indices", tokens.shape, np.int64)

@@ -28,7 +28,8 @@ Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, 
 class SegmentWise(ABC):
     """Base class of optimizers of ``parts``, the ranges of the flat parameter vector that this rank owns.
 
-    An update calls `direction`, then `apply`. If ``needs_norms`` is true, `apply` needs the sums of `partial_norms`.
+    An update calls `direction`, then `apply`. If ``needs_norms`` is True, `apply` needs the sums of `partial_norms`
+    over the ranks.
     """
 
     # names of the optimizer state vectors, which have the dtype of the master weights
@@ -77,7 +78,7 @@ class SegmentWise(ABC):
         return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Start the next update, with ``factor`` times the scheduled rate. Do not call this for a skipped update."""
+        """Start the next update, with ``factor`` times the scheduled rate. For a skipped update, do not call this."""
         self.count += 1
         self._factor = factor
         self._norms.clear()
@@ -104,14 +105,14 @@ class SegmentWise(ABC):
     ) -> None:
         """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
-        ``direction``: the ``gradient`` passed to `direction`. ``working``: store for the rounded weights, or None.
-        ``norms``: `partial_norms`, summed over the ranks, or None.
+        ``direction``: the store that `direction` got as ``gradient``. ``working``: store for the rounded weights, or
+        None. ``norms``: `partial_norms`, summed over the ranks, or None.
         """
         # ``direction`` is the store that was passed as ``gradient`` to the method `direction`. Its content may be
         # overwritten.
 
     def state(self) -> dict[str, float]:
-        """Return the state to save in addition to the slots: the number of updates."""
+        """Return the state to save in addition to the state vectors: the number of updates."""
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -182,11 +183,15 @@ class ElementWise(SegmentWise):
     _before = False
 
     def direct_before(self) -> None:
-        """From now on, compute update directions in `direction`, not in `apply`."""
+        """Compute update directions in `direction`, not in `apply`, from the next update on."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale`` for `apply`. After `direct_before`, overwrite ``gradient`` with the update direction."""
+        """Store ``scale``, the factor of ``gradient``, for `apply`.
+
+        After `direct_before`, overwrite ``gradient`` with the update direction for the weights ``master`` in the flat
+        range ``piece``.
+        """
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -258,7 +263,10 @@ class LayerWise(SegmentWise):
     def direction(
         self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
     ) -> None:
-        """Write the update direction of the flat range ``piece`` to ``into``, by default over ``gradient``."""
+        """Write the update direction for the weights ``master`` in the flat range ``piece`` to ``into``.
+
+        ``scale``: factor of ``gradient``. If ``into`` is None, the direction overwrites ``gradient``.
+        """
         step = gradient if into is None else into
         assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"
         if is_device(gradient.array):

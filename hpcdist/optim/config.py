@@ -24,7 +24,7 @@ READ_BY: Final[dict[str, tuple[Name, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Options for the tensors whose names ``LAYER.NAME`` match one of ``patterns``."""
+    """Weight decay and learning rate factor of the tensors whose names ``LAYER.NAME`` match one of ``patterns``."""
 
     patterns: tuple[str, ...]
     weight_decay: float | None = None  # replaces ``optimizer.weight_decay``, also for biases and norm scales
@@ -108,7 +108,7 @@ class OptimizerConfig:
 
     @property
     def parsed_groups(self) -> tuple[ParameterGroup, ...]:
-        """Parameter groups, parsed from the texts in ``groups``."""
+        """List of the parameter groups, parsed from the texts in ``groups``."""
         return tuple(map(ParameterGroup.of, self.groups))
 
 

@@ -32,7 +32,7 @@ THREADS: Final = 256  # per block
 
 
 class TensorOptions(NamedTuple):
-    """Optimizer settings of all tensors of a model, as arguments of a GPU kernel."""
+    """Bounds of all tensors of a model and their optimizer settings, as arguments of a GPU kernel."""
 
     bounds: Array  # (tensors, 2), int64: start and end of each tensor, ascending
     options: Array  # (tensors, 2), float64: weight decay and factor of the rate
@@ -49,7 +49,10 @@ def launch_adam_direction(
     tensors: TensorOptions,  # weight decays
     *scalars: float,  # factor of the gradient, the six results of `moment_factors`, epsilon
 ) -> None:
-    """On a GPU, update m and v, write the Adam update to ``step``, and add squares to the sums ``partial``."""
+    """Update m and v on a GPU, and write the Adam update of ``weights`` for ``gradient`` to ``step``.
+
+    The squares of weights and updates are added to ``partial``, from `partial_sums`. ``tensors``: weight decays.
+    """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
 
@@ -84,7 +87,8 @@ def launch_update(
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.fused`. The gradient is not changed.
 
-    ``slots``: optimizer state arrays. ``working``: array for rounded weights, or None. ``*scalars``: kernel constants.
+    ``slots``: optimizer state vectors. ``working``: array for rounded weights, or None. ``tensors``: weight decays and
+    rate factors. ``*scalars``: kernel constants.
     """
     # Kernels, with their slots and scalars ("scale" multiplies the gradient):
     # "adam": m and v; scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
@@ -131,7 +135,7 @@ def launch_sum_of_squares(*pieces: Array) -> Array:
 
 
 def launch_convert(values: Array, into: Array, add: bool = False) -> None:
-    """Write ``values`` to ``into`` on a GPU, or add them if ``add`` is True. Round the result once."""
+    """Write ``values`` to ``into`` on a GPU, converted to its dtype, or add them if ``add`` is True. Round once."""
     types: dict[str, Any] = {"REAL": np.float32, "GRADIENT": values.dtype, "WORKING": into.dtype}
     CUDA_SOURCE.launch("convert", *elementwise(values.size, PACK), values, into, values.size, int(add), **types)
 
@@ -168,7 +172,10 @@ def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
 
 @jit
 def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
-    """Update Adam's moments of element ``i`` with the gradient ``g``. Return the update without learning rate."""
+    """Update Adam's moments m and v of element ``i`` with the gradient ``g``. Return the update.
+
+    The update does not contain the learning rate. Other arguments: results of `moment_factors`, and epsilon.
+    """
     mean = m[i] * beta1 + g * rest1
     square = v[i] * beta2 + g * g * rest2
     m[i] = mean
@@ -204,7 +211,7 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update the momentum state ``velocity``, and overwrite ``gradient`` with the update direction."""
+    """Update the momentum state ``velocity``, and overwrite ``gradient`` with the update direction of ``weights``."""
     # g = scale * gradient + decay * weights; velocity = momentum * velocity + g. The step is the velocity or, with
     # Nesterov momentum, g + momentum * velocity.
     g_share, v_share = momentum_factors(momentum, nesterov)
@@ -273,7 +280,7 @@ def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type:
 
 
 def sum_of_squares(values: Array) -> Any:
-    """Return the float64 sum of squares: a float, or a 0-dimensional GPU array for GPU ``values``."""
+    """Return the float64 sum of squares of ``values``: a float, or a 0-dimensional array for a GPU array."""
     if is_device(values):
         return launch_sum_of_squares(values)
     sums = np.zeros(LANES)
@@ -333,7 +340,7 @@ def widen(working: Array, wide: Array) -> None:
 
 
 def add_rounded(working: Array, addend: Array) -> None:
-    """Add the float32 ``addend`` to the 16-bit ``working`` in float32, and round once."""
+    """Add the float32 array ``addend`` to the 16-bit array ``working`` in place. Compute in float32, and round once."""
     if is_device(working):
         launch_convert(addend, working, add=True)
         return

@@ -48,7 +48,10 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 weights in the flat range ``piece``, and round them to the 16-bit store ``master``."""
+        """Update the float32 weights in the flat range ``piece``, and write them, rounded, to the store ``master``.
+
+        ``direction``: the store that `direction` got as ``gradient``. ``norms``: sums of `partial_norms`, or None.
+        """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)
 

@@ -39,7 +39,7 @@ class BatchSchedule:
         return samples + self.final * max(0, step - after)
 
     def steps_for(self, samples: int) -> float:
-        """Return the number of steps for the first ``samples`` samples of the run, without rounding."""
+        """Return the number of steps that the first ``samples`` samples of the run take, as an unrounded number."""
         start = 0
         for end, size in self.stages:
             if samples <= end:
@@ -49,7 +49,7 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples per step in each growth stage, and at the end."""
+        """Numbers of samples per step: one for each growth stage, and the final one."""
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
@@ -103,21 +103,25 @@ SMOOTHING: Final = 0.98  # weight of earlier measurements in the mean: about 50 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Estimate of gradient noise: squared norm of the true gradient, and trace of the sample gradients' covariance."""
+    """Estimate of gradient noise: squared norm of the true gradient, and trace of the samples' gradient covariance."""
 
     gradient_squared: float
     trace: float
 
     @property
     def noise_scale(self) -> float:
-        """Gradient noise scale in samples (arXiv:1812.06162), or NaN if the squared gradient norm is not positive."""
+        """Gradient noise scale in samples (arXiv:1812.06162), or NaN if the estimated squared norm is not positive."""
         # If the Hessian is a multiple of the identity, a run with B samples per step takes 1 + noise_scale / B times
         # the smallest number of steps, and 1 + B / noise_scale times the smallest number of samples.
         return self.trace / self.gradient_squared if self.gradient_squared > 0.0 else math.nan
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Estimate the gradient noise from the squared norms of the mean gradients of a small and a big batch."""
+    """Estimate the gradient noise from the mean gradients of a small and a big batch.
+
+    ``small_squared``, ``big_squared``: squares of their norms. ``inverse_small``: 1 / samples of the small batch.
+    ``big``: samples of the big batch.
+    """
     # The mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two sizes b < B give
     # unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
     #     tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B);  |G|^2 = |g_B|^2 - tr(Sigma) / B
@@ -179,14 +183,14 @@ class StagedOptimizerConfig(OptimizerConfig):
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
-        """Return the fraction of the peak learning rate in update number ``update`` of the warm-up, counted from 1."""
+        """Return the fraction of the peak learning rate in update number ``update``, counted from 1, of the warm-up."""
         if self.ramp_samples:
             return min(1.0, self.batches.samples_before(update) / self.ramp_samples)
         return update / self.warmup_steps
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return a copy of ``config`` with the learning rate scaled to the batch sizes of ``batches``."""
+    """Return a copy of ``config`` whose learning rate fits the batch sizes in the schedule ``batches``."""
     # The peak rate of ``config`` is for ``base_batch`` samples per step. The result has the warm-up in updates.
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps

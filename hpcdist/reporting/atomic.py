@@ -20,7 +20,7 @@ _NAME: Final = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.ASCII | re.DOTALL)
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a random path in the directory of ``path``, for a file that will be renamed to ``path``."""
+    """Return a random path in the directory of ``path``, for a temporary file that will be renamed to ``path``."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}{SUFFIX}")
 
 
@@ -83,7 +83,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Create the directory ``path``, and first remove a symbolic link of this name. Raises OSError."""
+    """Create the directory ``path``. If ``path`` is a symbolic link, remove the link first. Raises OSError."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
             path.unlink()

@@ -14,7 +14,7 @@ def json_number(value: float) -> float | None:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert nested dataclasses, mappings and sequences to objects that `json.dumps` accepts."""
+    """Convert ``value``, of nested dataclasses, mappings and sequences, to an object that `json.dumps` accepts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -27,5 +27,5 @@ def jsonable(value: Any) -> Any:
 
 
 def plain_number(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number; return any other ``value`` unchanged."""
+    """Return the numpy scalar ``value`` as a Python number, or any other ``value`` unchanged."""
     return value.item() if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0 else value

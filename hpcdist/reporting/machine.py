@@ -26,7 +26,7 @@ def load_average() -> float:
 
 
 def package_version(package: str, absent: str = "") -> str:
-    """Return the version of ``package``, or ``absent`` if the package is not installed."""
+    """Return the version of the Python package ``package`` as text, or ``absent`` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

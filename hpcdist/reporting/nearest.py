@@ -24,7 +24,7 @@ SYNONYMS: Final = {
 
 
 def synonym(name: str) -> str:
-    """Return hpcdist's key for a setting of other tools, such as "lr", or ""."""
+    """Return hpcdist's key for the setting ``name`` of other tools, such as "lr", or "" if there is no such key."""
     return SYNONYMS.get(name.lower().replace("-", "_"), "")
 
 

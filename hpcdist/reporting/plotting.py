@@ -31,7 +31,7 @@ def require_matplotlib() -> Any:
 
 
 def check_plot(file: Path) -> Any:
-    """Check that a plot can be saved as ``file``, and return the module ``matplotlib.figure``. Raises HpcdistError."""
+    """Return the module ``matplotlib.figure`` if a plot can be saved as ``file``. Raises HpcdistError otherwise."""
     figure = require_matplotlib()
     formats = figure.Figure().canvas.get_supported_filetypes()
     if file.suffix.removeprefix(".").lower() not in formats:
@@ -43,7 +43,7 @@ def check_plot(file: Path) -> Any:
 
 
 def save(figure: Any, file: str | Path) -> None:
-    """Write ``figure`` to ``file``. The suffix selects the format. Raises UsageError, StorageError."""
+    """Write the matplotlib ``figure`` to ``file``. The suffix selects the format. Raises UsageError, StorageError."""
     try:
         figure.savefig(file, dpi=120)
     except ValueError as error:  # a suffix that matplotlib does not support
@@ -54,7 +54,7 @@ def save(figure: Any, file: str | Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a new figure of ``width`` x ``height`` inches, and save it as ``file`` after the ``with`` block."""
+    """Context manager that yields a new figure of ``width`` x ``height`` inches, and then saves it as ``file``."""
     figure = check_plot(file).Figure(figsize=(width, height), layout="constrained")
     yield figure
     save(figure, file)
@@ -230,7 +230,7 @@ def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float])
 
 
 def embed_svg(text: str, key: str) -> str:
-    """Return the content of an SVG file of matplotlib as an HTML element. ``key``: prefix of its element ids."""
+    """Return the SVG file content ``text`` of matplotlib as an HTML element. ``key``: prefix of its element ids."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
@@ -250,14 +250,14 @@ def _coloured(text: str) -> str:
 
 
 def format_thousands(axis: Any) -> None:
-    """Format the tick labels of ``axis`` like 2,000 and 1.5 M."""
+    """Format the tick labels of the matplotlib ``axis`` like 2,000 and 1.5 M."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 
 
 def legend(axes: Any, columns: int = 4) -> None:
-    """Draw a legend of at most ``columns`` columns above ``axes``, if a plotted item has a label."""
+    """Draw a legend of at most ``columns`` columns above ``axes``. Without labelled items, draw nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         rows = -(-len(handles) // columns)

@@ -94,7 +94,7 @@ def text(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> str:
 
 
 def toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Parse the TOML file ``path``. Raises OSError if it is unreadable or too large, and ValueError if not TOML."""
+    """Return the content of the TOML file ``path`` as a dict. Raises OSError, or ValueError if it is not TOML."""
     return toml_of(text(path, 1 << 20))
 
 
@@ -111,7 +111,7 @@ def settings(path: Path, file_kind: str) -> dict[str, Any]:
 
 
 def toml_of(toml_text: str) -> dict[str, Any]:
-    """Parse ``toml_text``. Raises ValueError if it is not TOML, or is nested too deeply."""
+    """Return the content of ``toml_text`` as a dict. Raises ValueError if it is not TOML, or nested too deeply."""
     try:
         tables = tomllib.loads(toml_text.removeprefix("\ufeff"))  # some editors write a byte order mark
     except RecursionError:
@@ -138,7 +138,7 @@ def json_value(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> Any
 
 
 def json_or_none(path: str | os.PathLike[str]) -> Any:
-    """Parse the JSON file ``path``, or return None if it is unreadable, not JSON, or too large."""
+    """Return the value in the JSON file ``path``, or None if the file is unreadable, not JSON, or too large."""
     try:
         return json_value(path)
     except (OSError, ValueError):
@@ -146,7 +146,7 @@ def json_or_none(path: str | os.PathLike[str]) -> Any:
 
 
 def json_objects(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line of ``path``. Other lines are skipped. A missing file has no lines."""
+    """Yield the JSON object on each line of the file ``path``. Skips other lines. A missing file has no lines."""
     try:
         lines = read(path, 64 << 20).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -157,7 +157,7 @@ def json_objects(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """Parse the JSON object in ``line``, or return None if ``line`` holds no JSON object."""
+    """Return the JSON object in the text ``line`` as a dict, or None if the line is not a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

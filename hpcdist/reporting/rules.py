@@ -92,10 +92,10 @@ def _text(text: Text, values: list[Any]) -> str:
 def rule(
     terms: str, why: Text = "", cure: Text = "", relation: Callable[..., object] | None = None, **sets: Iterable[str]
 ) -> Rule:
-    """Return the `Rule` for ``terms`` such as "run.steps>1 with run.mode=fast|slow".
+    """Return the `Rule` that forbids the settings ``terms``, such as "run.steps>1 with run.mode=fast|slow".
 
-    ``why``, ``cure``: reason and advice in the error message. ``relation``: function of the values that must also be
-    true.
+    ``why``, ``cure``: reason and advice in the error message. ``relation(*values)``: must also be true for the rule to
+    be broken.
     """
     # " with " and " where " join conditions, which must all hold. The message omits the conditions after " where ".
     # {NAME} stands for the values of the keyword NAME, joined by "|". Conditions on the value of KEY:
@@ -147,13 +147,13 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return a `Condition` that is true for all values except ``values``."""
+    """Return a `Condition` that is true for all values except the arguments ``*values``."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
 
 def no_effect(key: str, default: Any, other: str, required_values: Iterable[Any], cure: Text = "") -> Rule:
-    """Return the `Rule` that ``key`` has no effect unless ``other`` has one of ``required_values``.
+    """Return the `Rule` that ``key`` has no effect unless the key ``other`` has one of ``required_values``.
 
     ``default``: value of ``key`` that is always allowed. ``cure``: advice in the error message.
     """
@@ -161,7 +161,7 @@ def no_effect(key: str, default: Any, other: str, required_values: Iterable[Any]
 
 
 def one_of(key: str, choices: Iterable[str]) -> Rule:
-    """Return the rule that the value of ``key`` must be one of ``choices``."""
+    """Return the `Rule` that the configuration ``key`` must have one of the values ``choices``."""
     names = tuple(choices)
 
     def cure(value: str) -> str:
@@ -182,11 +182,11 @@ def refusals(rules: Iterable[Rule], values: Values) -> Iterator[str]:
 
 
 def check(rules: Iterable[Rule], values: Values) -> None:
-    """Raise ConfigurationError for the first of ``rules`` that ``values`` break."""
+    """Raise ConfigurationError for the first of ``rules`` that ``values``, {key: value}, break."""
     for message in refusals(rules, values):
         raise ConfigurationError(message)
 
 
 def section_values(name: str, section: Any) -> dict[str, Any]:
-    """Return {"<name>.<field>": value} for the fields of the dataclass ``section``."""
+    """Return {"<name>.<field>": value} for the fields of ``section``, a configuration dataclass called ``name``."""
     return {f"{name}.{key}": value for key, value in vars(section).items()}

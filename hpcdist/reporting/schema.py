@@ -89,7 +89,10 @@ class Key:
 
 
 def key(default: T, meaning: str, **limits: Any) -> T:
-    """Return a dataclass field that declares a configuration key. ``limits``: fields of `Key`, such as ``ge=0``."""
+    """Return a dataclass field that declares a configuration key with its ``default`` value.
+
+    ``meaning``: text for the documentation. ``**limits``: fields of `Key`, such as ``ge=0``.
+    """
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **limits)})
 
 
@@ -103,7 +106,7 @@ def _number(value: float) -> str:
 
 
 class Field(NamedTuple):
-    """Field of a configuration class: name, type, default, and the declaration ``key``."""
+    """Field of a configuration class: name, type and default value, and its `Key` declaration ``key``."""
 
     name: str
     type: Any
@@ -122,7 +125,7 @@ class Field(NamedTuple):
 
     @property
     def item(self) -> Any:
-        """Type of the values of a table or of the items of a list, else the type itself."""
+        """Type of one item of a list or one value of a table. For other fields, the type of the field."""
         return get_args(self.type)[-1 if self.is_table else 0] if self.is_table or self.is_list else self.type
 
     @property
@@ -138,7 +141,7 @@ class Field(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The valid values if they are a finite set, else ()."""
+        """The valid values as a tuple, or () if their number is not limited."""
         return (False, True) if self.type is bool else () if self.is_list else self.key.choices
 
     @property
@@ -197,7 +200,7 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(kind: Any) -> Mapping[str, Field]:
-    """Return {name in the file: `Field`} of the dataclass ``kind``."""
+    """Return the fields of the dataclass ``kind`` as a dict {key in the file: `Field`}."""
     result = {}
     for item in dataclasses.fields(kind):
         hint, key = get_args(item.type) if get_origin(item.type) is Annotated else (item.type, item.metadata.get("key"))
@@ -222,7 +225,7 @@ def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any
 
 @dataclass(frozen=True)
 class TableFormat:
-    """TOML format of nested dataclasses."""
+    """Conversion between nested dataclasses and TOML text."""
 
     leaf: Callable[[Any, Field, str], Any]  # (TOML value or None, field, name in messages) -> converted value
     literal: Callable[[Any, Field], str] = lambda value, field: toml_value(value)  # converts to TOML text

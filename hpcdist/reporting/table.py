@@ -41,7 +41,7 @@ def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format ``rows``, the headings first, as lines of a Markdown table."""
+    """Format ``rows``, lists of texts with the headings first, as the lines of a Markdown table."""
     head, *body = rows
     marks = ["---", *["---:"] * (len(head) - 2), "---"]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]
@@ -100,11 +100,11 @@ class Catalogue(Generic[Record]):
         return [*aligned(self.rows(records), left), *([""] if notes else []), *notes]
 
     def markdown(self, records: Sequence[Record]) -> list[str]:
-        """Return the lines of a Markdown table, with the notes of `missing` below."""
+        """Return the lines of a Markdown table with a row per record, followed by the notes of `missing`."""
         return [*markdown(self.rows(records)), *(f"\n{note}" for note in self.missing(records))]
 
     def jsonable(self, records: Sequence[Record]) -> list[dict[str, Any]]:
-        """Return one dict per record, from the name of each figure to its value as a JSON value."""
+        """Return a list of dicts {figure name: JSON value}, one per record."""
         return [{figure.name: jsonable(figure.value(record)) for figure in self.figures} for record in records]
 
     def csv(self, records: Sequence[Record]) -> str:

@@ -12,7 +12,7 @@ _BYTES: Final = re.compile(r"([0-9]{1,19})([KMGTP]?)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes such as 4096, 16K or 1m in binary units. Raises ValueError."""
+    """Return the number of bytes in ``text``, such as 4096, 16K or 1m in binary units. Raises ValueError."""
     return parse_size(text, "bytes")
 
 
@@ -28,12 +28,12 @@ def parse_size(text: str, noun: str) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``number`` and ``noun``, in singular or plural: "1 rank", "2 ranks"."""
+    """Return ``number`` followed by ``noun`` in singular or plural: "1 rank", "2 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format a number of bytes in the largest binary unit that fits, such as "1.5 GiB"."""
+    """Format ``nbytes`` in the largest binary unit that fits, such as "1.5 GiB"."""
     for name, unit in (("GiB", UNITS["G"]), ("MiB", UNITS["M"]), ("KiB", UNITS["K"])):
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"
@@ -41,7 +41,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_seconds(value: float | None, digits: int = 3) -> str:
-    """Format a time in s, ms or us with ``digits`` significant digits, or return "not known" for None."""
+    """Format the time ``value`` (seconds) in s, ms or us with ``digits`` significant digits. None is "not known"."""
     if value is None:
         return "not known"
     for least, unit, factor in ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "us", 1e6)):
@@ -51,7 +51,7 @@ def format_seconds(value: float | None, digits: int = 3) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in ms, s, min, h or d."""
+    """Format a duration of ``seconds`` in ms, s, min, h or d."""
     if not math.isfinite(seconds):
         return "an unknown time"
     if seconds < 120:
@@ -63,7 +63,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format a time in seconds since 1970 as UTC text."""
+    """Format the time ``seconds``, counted from 1970, as UTC text."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
@@ -71,7 +71,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_joules(value: float | None) -> str:
-    """Format an energy with its unit, or return "not measured" for None and non-finite values."""
+    """Format the energy ``value`` (joules) with a unit. None and non-finite values are "not measured"."""
     if value is None or not math.isfinite(value):
         return "not measured"
     for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
@@ -81,7 +81,7 @@ def format_joules(value: float | None) -> str:
 
 
 def short_number(value: float) -> str:
-    """Format a number in few characters: 950, 12,000, 1.5 M, 0.02."""
+    """Format the number ``value`` in few characters: 950, 12,000, 1.5 M, 0.02."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= limit:
             return f"{value / limit:.4g} {unit}"
@@ -94,12 +94,12 @@ _NUMBERED: Final = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
 def format_ranges(numbers: Sequence[int], separator: str = ",") -> str:
-    """Format ascending integers as ranges: (0, 1, 2, 5) becomes "0-2,5"."""
+    """Format ascending ``numbers`` as ranges joined by ``separator``: (0, 1, 2, 5) becomes "0-2,5"."""
     return separator.join(_span(first, last) for first, last in _runs(numbers))
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """Parse ranges such as 0-2,5 into integers. Raises ValueError."""
+    """Return the integers in ``text``, a list of ranges such as "0-2,5". Raises ValueError."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

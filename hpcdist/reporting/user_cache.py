@@ -40,7 +40,10 @@ def software() -> dict[str, str]:
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default below ``~/.cache``. Raises StorageError."""
+    """Return the cache directory for files of a ``kind``: ``$XDG_CACHE_HOME/hpcdist/<kind>``, else below ``~/.cache``.
+
+    ``environment``: environment variables. Raises StorageError.
+    """
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / kind
@@ -51,7 +54,7 @@ def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def digest(key: Mapping[str, Any]) -> str:
-    """Return a hash of the mapping ``key``, which is the same in every process."""
+    """Return a hash of the mapping ``key`` as a hexadecimal text. The hash is the same in every process."""
     return hashlib.blake2b(json.dumps(dict(key), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

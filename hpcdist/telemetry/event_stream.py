@@ -89,7 +89,7 @@ class RunInfo:
 
 
 class StreamSink(Protocol):
-    """Protocol of a sink (output) of a run's events. A constructor raises an error if the sink cannot work."""
+    """Protocol of a sink (output) of a run's events. Its constructor raises an error if the sink cannot work."""
 
     name: str
 

@@ -163,7 +163,10 @@ def analyse(
     now_ns: int | None = None,
     unreadable: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run from its ranks' ``records``. A wait of ``patience_s`` seconds counts as a hang."""
+    """Diagnose a run from its ranks' ``records``. A wait of ``patience_s`` seconds counts as a hang.
+
+    ``now_ns``: wall-clock time, or None for the present. ``unreadable``: {rank: error text} of unreadable records.
+    """
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
@@ -372,7 +375,7 @@ class WaitGraph:
         return f"{text}: after {last}, it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
 
     def unexplained(self) -> list[Finding]:
-        """Return findings about ranks that wait in an operation or missed a deadline, without a known cause."""
+        """Return a list of findings about ranks that wait in an operation or missed a deadline, of unknown cause."""
         findings = []
         for rank, record in sorted(self.records.items()):
             late = self.states[rank] == "deadline"

@@ -51,7 +51,7 @@ class CounterTotals:
         return self.shown[key]
 
     def keep(self) -> None:
-        """Write the totals of all counters to the file that the next start reads. Raises StorageError."""
+        """Write the totals of all counters to the file, from which the next start continues. Raises StorageError."""
         write_atomically(self._path, json.dumps(self.shown).encode(), "free space, or set telemetry.prometheus = 'off'")
 
 
@@ -110,7 +110,7 @@ class LatestFigures:
 
 
 def job_identity(run: RunInfo) -> str:
-    """Return the job id of ``run``, or the name of ``run`` if it is not in a batch job."""
+    """Return the job id of ``run``, or the run's name if it is not in a batch job."""
     return run.jobid or run.name
 
 

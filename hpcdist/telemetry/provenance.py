@@ -72,7 +72,7 @@ OWNER_VARIABLES: Final = {
 
 
 def job_number(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the job number of Slurm or PBS, or "" outside of a job. Local."""
+    """Return the job number of Slurm or PBS, or "" outside of a job. ``environment``: environment variables. Local."""
     return _first_set(JOB_ID_VARIABLES, environment)
 
 

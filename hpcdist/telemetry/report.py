@@ -92,7 +92,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def catalogue(runs: Sequence[RunData], *, details: bool = True) -> Catalogue[RunData]:
-    """Return the `Catalogue` to compare ``runs``, a column per figure. Keyword ``details``: False omits details."""
+    """Return the `Catalogue` to compare ``runs``: a column per figure. ``details`` False omits detail figures."""
     names = {run.run_dir: name for run, name in zip(runs, _names(runs), strict=True)}
     name: Figure[RunData] = Figure("run", lambda run: names[run.run_dir], meaning="last parts of the run directory")
     return Catalogue(name, *(figure for figure in FIGURES if details or not figure.is_detail))
@@ -112,7 +112,10 @@ def runs_text(runs: Sequence[RunData]) -> str:
 
 
 def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
-    """Return a dict per figure: name, values in both runs, and their ratio. Unknown values are None."""
+    """Return a list of dicts, one per figure: name, values ``before`` and ``after``, and their ratio.
+
+    Unknown values are None.
+    """
     rows = []
     for figure in FIGURES:
         old, new = figure.value(before), figure.value(after)
@@ -124,7 +127,10 @@ def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
 def comparison_text(
     before: RunData, after: RunData, keys: Mapping[str, tuple[str, str]], *, as_markdown: bool = False
 ) -> str:
-    """Return the figures of two runs as a table, and a table of the differing recipe ``keys`` with both values."""
+    """Return the figures of two runs as a text table, and a table of the recipe keys that differ.
+
+    ``keys``: {recipe key: (value before, value after)}. ``as_markdown``: format as Markdown.
+    """
     names, figures = _names([before, after]), {figure.name: figure for figure in FIGURES}
     rows = [["", *names, "ratio"]]
     for row in comparison(before, after):

@@ -71,7 +71,7 @@ def _create(backend: Any, options: Any) -> Group:
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
     """Wait until all ranks of ``group`` have called this. Collective. Raises DeadlineError after ``timeout_s`` seconds.
 
-    Rank 0's error names one missing rank, or all with ``wait_all_ranks``.
+    The error of rank 0 names one missing rank, or all missing ranks if ``wait_all_ranks`` is True.
     """
     asked: Any = group or dist.group.WORLD
     if not isinstance(asked, Group):

@@ -120,7 +120,7 @@ def array_of(memory: torch.Tensor) -> Array:
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
-    """Return the set of devices of the buffers in ``arguments``, the argument tuples of several calls."""
+    """Return the set of devices of all buffers in ``arguments``, the argument tuples of several calls."""
     values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}

@@ -48,7 +48,7 @@ _ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduction operation of PyTorch (ReduceOp) for one dtype, expressed by hpcdist's reductions."""
+    """Reduction operation of PyTorch (ReduceOp) for one dtype, translated to a reduction of hpcdist."""
 
     op: str  # hpcdist's name, or "" to use the numpy ufunc ``function``
     function: str
@@ -57,7 +57,7 @@ class Reduction:
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
-    """Convert PyTorch's ReduceOp ``op``. Raises UsageError if ``op`` is undefined for the dtype of ``tensor``."""
+    """Return PyTorch's ReduceOp ``op`` as a `Reduction`. Raises UsageError if the dtype of ``tensor`` lacks it."""
     kind, factor = op.__getstate__()
     reduction = _reduction(kind, tensor.dtype)
     return reduction if factor is None else replace(reduction, factor=factor)
@@ -200,7 +200,7 @@ def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Redu
 
 
 def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
-    """Reduce-scatter: ``output`` on rank r receives the reduced ``parts[r]``. Collective."""
+    """Reduce-scatter with the reduction ``how``: ``output`` on rank r receives the reduced ``parts[r]``. Collective."""
     shares = ranges([part.array.size for part in parts])
     addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
     for part, share in zip(parts, shares, strict=True):
@@ -309,7 +309,10 @@ def ranges(sizes: Sequence[int]) -> list[Range]:
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return the element range of ``tensor`` for each rank. ``sizes``: rows per rank, or None to split evenly."""
+    """Return a list of the element ranges of ``tensor`` for each of ``ranks`` ranks.
+
+    ``sizes``: rows per rank, or None to split evenly. ``which``: "input" or "output", for errors.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
         if rows % ranks:
@@ -329,7 +332,10 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 
 
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
-    """Raise UsageError unless the tensors have one dtype, and ``expected`` equals the ``actual`` element count."""
+    """Raise UsageError unless ``output`` and ``source`` have one dtype, and ``expected`` equals ``actual``.
+
+    ``expected``, ``actual``: element counts. ``name``: name of the collective in errors.
+    """
     if output.dtype != source.dtype:
         raise UsageError(f"the output of {name} is {output.dtype}, but the input is {source.dtype}; use one dtype")
     if expected != actual:

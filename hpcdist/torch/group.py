@@ -322,7 +322,7 @@ class Group(_ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Complete the queued collectives, wait up to 1 s for point-to-point messages, free the group. Collective."""
+        """Complete the queued collectives, and free the group. Point-to-point messages have 1 s to end. Collective."""
         self._ended = True
         self._queue.close()
         self._mailbox.finish()
@@ -337,7 +337,7 @@ class Group(_ProcessGroup):
         self.comm.free()
 
     def abort(self) -> None:
-        """Abandon operations and messages in flight without waiting for other ranks. Local."""
+        """Give up operations and messages in flight, without waiting for other ranks. Local."""
         self._mailbox.close()
 
     @property

@@ -100,7 +100,10 @@ def _await_parent() -> None:
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
-    """Start the event recorder. Return a function that all ranks must call at the end of the program. Collective."""
+    """Start the event recorder of the job ``world``. Collective.
+
+    ``timeout``: limit of operations. Return a function that all ranks must call at the end of the program.
+    """
     record(world, timeout.total_seconds())
     program = ExitStack()
     if os.environ.get("MASTER_PORT") in _ports:

@@ -69,7 +69,7 @@ class MessageWork(Work):
         return ON_HOST if self.streams is None else self.streams.communicating(self._start_event)
 
     def look(self) -> bool:
-        """Poll the message and return True if it has ended. The caller must hold the mailbox's lock."""
+        """Poll the message, and return True if it was sent or received. The caller must hold the mailbox's lock."""
         if self.done:
             return True
         error = None
@@ -155,7 +155,7 @@ class Mailbox:
         return message
 
     def look(self, message: MessageWork) -> bool:
-        """Poll ``message``; return True if it has ended. Local."""
+        """Poll the `MessageWork` ``message``, and return True if it has been sent or received. Local."""
         with self._lock:
             ended = message.look()
             if ended and message in self._under_way:
@@ -189,7 +189,7 @@ class Mailbox:
             time.sleep(0)
 
     def close(self) -> None:
-        """End the polling thread, and abandon messages in flight. Local."""
+        """End the polling thread, and give up messages in flight. Local."""
         with self._lock:
             _given_up.extend(self._under_way)
             self._under_way.clear()

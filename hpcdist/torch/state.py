@@ -54,7 +54,7 @@ class RandomState:
     """
 
     def pack(self) -> torch.Tensor:
-        """Return the random state of this rank as bytes, of shape (n,)."""
+        """Return the random state of this rank as a uint8 tensor of shape (n,)."""
         version, words, gauss = random.getstate()
         name, keys, position, has_gauss, cached = _numpy_generator().get_state(legacy=True)
         numbers = np.array([*words, position, has_gauss], np.uint32)
@@ -113,7 +113,7 @@ class _Collector:
         self._shared: set[str] = set()  # names of parameters and optimizer state, which all ranks write together
 
     def trees(self) -> dict[str, Any]:
-        """Return the structure of each value of the state."""
+        """Return {name: nested structure} of the values of the state. Leaves of the structure name saved tensors."""
         return {name: self._tree(name, self._content(name, value)) for name, value in self._state.items()}
 
     def _content(self, name: str, value: Any) -> Any:
@@ -131,7 +131,7 @@ class _Collector:
         return value.state_dict() if isinstance(value, Stateful) else value
 
     def model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Return the model of the state that has all parameters of ``optimizer``, or None."""
+        """Return the model in the state to which all parameters of ``optimizer`` belong, or None."""
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owners = (model for model in self._modules if updated <= {id(parameter) for parameter in model.parameters()})
         return next(owners, None)
@@ -298,7 +298,7 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
 
 
 def saved(path: str | Path, step: int) -> None:
-    """Report that this script saved a checkpoint ``path`` of ``step`` in a format of its own. Local.
+    """Report that this script has saved a checkpoint of step ``step`` in the file ``path``, in any format. Local.
 
     Restarts and requeues then count it as progress. It has no effect without a run directory (`hpcdist run --out`).
     """

@@ -69,20 +69,20 @@ class Work(dist.Work):
         raise NotImplementedError
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record that the operation has ended, with ``error`` or None. Call `settle` afterwards."""
+        """Record that the operation has ended: successfully if ``error`` is None. Call `settle` afterwards."""
         self._error = error
         self.done = True  # set before `settle` checks for a future: a future requested later is completed at once
         if self._ended is not None:
             self._ended.set()
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait until another thread has ended the operation. Return False after ``seconds``. Local."""
+        """Wait up to ``seconds`` for another thread to end the operation. Return False if it has not ended. Local."""
         with _guard:
             self._ended = ended = self._ended or threading.Event()
         return self.done or ended.wait(seconds)  # read `done` after setting `_ended`: `end` uses the opposite order
 
     def settle(self) -> None:
-        """Complete the future that `get_future` returned, if any."""
+        """Complete the PyTorch future that `get_future` returned, if any, with the result or the error."""
         if self._unsettled is None:
             return
         with _guard:
@@ -166,7 +166,7 @@ class CollectiveWork(Work):
         self._run: Callable[[], object] | None = run
 
     def size(self) -> tuple[str, int]:
-        """Return (dtype, element count) for the event log, or ("uint8", 0) if sizes may differ between ranks."""
+        """Return (dtype name, element count) for the event log, or ("uint8", 0) if sizes may differ between ranks."""
         if self.name not in ONE_SIZE or not self._result:
             return "uint8", 0
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
@@ -251,7 +251,7 @@ class OperationQueue:
         self._watcher: threading.Thread | None = None
 
     def run(self, work: CollectiveWork) -> CollectiveWork:
-        """Queue ``work``, wait for its end, and return it."""
+        """Queue the collective ``work``, wait until it has ended, and return ``work``."""
         if self._runner == threading.get_ident():
             self._perform(work)  # called by a callback of an operation: runs directly after this operation
             return work
@@ -260,7 +260,7 @@ class OperationQueue:
         return work
 
     def start(self, work: CollectiveWork) -> CollectiveWork:
-        """Queue ``work`` and return it at once."""
+        """Queue the collective ``work``, and return ``work`` without waiting."""
         if self._runner == threading.get_ident():
             return self.run(work)
         self._waiting.append(work)
@@ -295,7 +295,7 @@ class OperationQueue:
         self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
-        """Wait until ``work`` has ended. Raises DeadlineError after ``timeout``; 0 means no limit."""
+        """Wait until the collective ``work`` has ended. Raises DeadlineError after ``timeout``. 0 means no limit."""
         # Without a limit, this thread runs the queued operations up to ``work``. With a limit, the queue's thread runs
         # them.
         if self._runner == threading.get_ident():
@@ -395,7 +395,7 @@ def _boxed(work: Work) -> Any:
 
 
 def install() -> None:
-    """Patch PyTorch's C++ bindings that store a `Work`, so that the Python object stays alive."""
+    """Replace PyTorch's C++ functions that store a `Work`, so that they keep the Python object alive."""
     for owner, name in STORES:
         if hasattr(owner, name):  # may be missing in later PyTorch versions
             setattr(owner, name, _with_holders(getattr(owner, name)))

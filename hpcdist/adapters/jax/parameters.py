@@ -37,7 +37,7 @@ def submodule(name: str) -> ModuleType:
 
 @dataclass
 class JaxTraffic:
-    """Counts of tensors and bytes that hpcdist shared with JAX, copied to JAX or copied back."""
+    """Number of tensors, and number of bytes, that hpcdist shared with JAX or copied to or from JAX."""
 
     seen: int = 0  # tensors shared without a copy
     seen_bytes: int = 0
@@ -65,7 +65,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` to ``into``, or add them if ``add`` is True."""
+        """Copy the JAX array ``values`` into the array ``into``. With the keyword ``add``, add to ``into`` instead."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
@@ -80,7 +80,7 @@ class JaxTraffic:
 
 
 def repeat_samples(rows: np.ndarray, samples: int) -> np.ndarray:
-    """Return ``samples`` samples by cycling through the rows of the array ``rows``: a, b, c, a, b, c, ..."""
+    """Return an array of ``samples`` rows, made by cycling through the rows of the array ``rows``: a, b, c, a, b."""
     return np.resize(rows, (samples, *rows.shape[1:]))
 
 
@@ -224,7 +224,8 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
     """Return {name of a tied tensor: "LAYER.NAME" of its owner} for each layer. Raises UsageError for invalid ties.
 
-    ``tied``: {"LAYER.NAME" of a tied tensor: "LAYER.NAME" of its owner}. ``layers``: parameters of each layer.
+    ``tied``: {"LAYER.NAME" of a tied tensor: "LAYER.NAME" of its owner}. ``layers``: parameters of each layer. A layer
+    without ties has an empty dict.
     """
     # Two layers with the same array and no tie are also an error.
     shapes = {

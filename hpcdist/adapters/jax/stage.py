@@ -29,7 +29,7 @@ Compute = Callable[[Sequence[Any], Any, Any], Any]
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Compiled forward and backward pass of a stage for one input shape."""
+    """Forward and backward pass of a stage, compiled by JAX for one input shape."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -40,7 +40,11 @@ class CompiledPasses:
 def compile_passes(
     compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str
 ) -> CompiledPasses:
-    """Compile the forward and backward pass of a stage function for one set of shapes and dtypes. Local."""
+    """Compile the forward and backward pass of a stage function ``compute(leaves, x, draw)``. Local.
+
+    ``leaves``, ``x``, ``draw``: arrays with the shapes and dtypes to compile for, or their descriptions: parameters,
+    input and random draw.
+    """
     jax = library()
     policies = jax.checkpoint_policies
     policy = {
@@ -116,7 +120,7 @@ KEY_WORDS: Final = 5  # number of 32-bit words that determine the keys of a stag
 
 @dataclass(frozen=True)
 class StageFunction:
-    """A user function ``(params, x) -> y`` or ``(params, x, keys) -> y``, and the pytree structure of its params."""
+    """User function ``(params, x) -> y`` or ``(params, x, keys) -> y``, and the pytree structure of its params."""
 
     call: Callable[..., Any]
     tree: Any
@@ -124,7 +128,10 @@ class StageFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
-        """Wrap the user function ``call``. Raises UsageError unless it has 2 or 3 required arguments."""
+        """Wrap the user function ``call``. Raises UsageError unless it has 2 or 3 required arguments.
+
+        ``tree``: pytree structure of its params. ``where``: name of the function in errors.
+        """
         if not callable(call):
             raise UsageError(f"the function of {where} is a {type(call).__name__}; give a function (params, x) -> y")
         required = [
@@ -143,7 +150,7 @@ class StageFunction:
 
 @dataclass(frozen=True)
 class FunctionChain:
-    """The functions of one stage, applied one after another."""
+    """The user functions of one stage, applied one after another. Each gets the output of the previous function."""
 
     functions: tuple[StageFunction, ...]
 
@@ -163,7 +170,7 @@ class FunctionChain:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Cache key for the compiled stage: for each function, its id and the pytree structure of its params."""
+        """Cache key for the compiled stage: a tuple with the id and the params structure of each function."""
         return tuple((id(function.call), function.tree) for function in self.functions)
 
     def __str__(self) -> str:
@@ -200,7 +207,7 @@ class SharedContext:
 
 
 class JaxStage:
-    """Pipeline stage that computes with JAX."""
+    """Pipeline stage whose forward and backward pass are computed by JAX."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
 
 
 def tensor_of(array: Array) -> "torch.Tensor":
-    """Return a PyTorch tensor that shares the memory of ``array``, or a copy if ``array`` is read-only."""
+    """Return a PyTorch tensor that shares the memory of ``array``. If ``array`` is read-only, the tensor is a copy."""
     if is_device(array):
         on_device: torch.Tensor = library().from_dlpack(array)
         return on_device

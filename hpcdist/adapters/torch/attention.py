@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SampleCut:
-    """This rank's tokens of each sample under context parallelism, which splits samples by token."""
+    """This rank's share of each sample's tokens under context parallelism, with the memory of its attention calls."""
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
         self.attention = attention  # over the tokens of all context ranks
@@ -33,14 +33,14 @@ class SampleCut:
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return memory for the activations of one attention call. Pass it to `back` after use."""
+        """Return a `Saved` object for the activations of one attention call. Return it with `back` after use."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1
         return self._free.pop()
 
     def back(self, saved: Saved) -> None:
-        """Release the activations of one attention call, so that a later `take` can reuse ``saved``."""
+        """Release the activations in ``saved``, a result of `take`, so that a later `take` can return it again."""
         saved.release()
         self._free.append(saved)
 

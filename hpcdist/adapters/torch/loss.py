@@ -67,7 +67,7 @@ class TorchLoss(Loss):
         return other
 
     def take_example(self, targets: Any) -> None:
-        """Store example ``targets``, which `example_targets` repeats for any number of samples."""
+        """Store ``targets``, the example batch's targets, which `example_targets` repeats for any number of samples."""
         self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
@@ -193,7 +193,10 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets."""
+    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets.
+
+    ``node``: autograd node of the loss. ``predictions``: number of targets.
+    """
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
         return mean_weight(inputs[0], predictions)

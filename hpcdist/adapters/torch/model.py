@@ -34,7 +34,7 @@ Setting = tuple[float | None, float]  # (weight decay, or None for the default; 
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return the recipe keys and values that reproduce the updates of the PyTorch ``optimizer``. Local.
+    """Return {recipe key: value} that reproduces the updates of the PyTorch ``optimizer``. Local.
 
     Raises ConfigurationError unless it is AdamW, Adam, SGD or RMSprop with a constant learning rate.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageModules:
-    """Modules of one pipeline stage in order of execution, with the parameters of the stage."""
+    """Modules of one pipeline stage in order of execution, with the parameters that the stage owns or shares."""
 
     modules: list[tuple[str, "torch.nn.Module"]]  # qualified names, "" if unnamed
     owned: dict[str, "torch.nn.Parameter"] = field(default_factory=dict)  # without parameters of earlier stages
@@ -35,7 +35,7 @@ class StageModules:
             yield from module.modules()
 
     def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
-        """Set the mode of all modules of the stage. ``modes``: True for training mode, False for evaluation mode."""
+        """Set all modules of the stage to training or evaluation mode. ``modes``: {module: True for training}."""
         # If a mode changes, call `train` of the stage's top-level modules, which users may override.
         if any(module.training != training for module, training in modes.items()):
             for _, module in self.modules:
@@ -44,7 +44,7 @@ class StageModules:
                 module.training = training
 
     def parameters(self) -> Iterator[tuple[str, "torch.nn.Parameter"]]:
-        """Yield the qualified name and the value of each parameter."""
+        """Yield (qualified name, PyTorch parameter) for each parameter of the stage."""
         seen: set[int] = set()
         for prefix, module in self.modules:
             for name, parameter in module.named_parameters(prefix):
@@ -53,7 +53,7 @@ class StageModules:
                     yield name, parameter
 
     def buffers(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield the qualified name and the value of each buffer."""
+        """Yield (qualified name, PyTorch buffer) for each buffer of the stage."""
         for prefix, module in self.modules:
             yield from module.named_buffers(prefix)
 
@@ -111,7 +111,7 @@ def _modules(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
 
 
 def check_modules(stages: Sequence[StageModules]) -> None:
-    """Raise UsageError or ConfigurationError if modules of ``stages`` cannot be trained."""
+    """Raise UsageError or ConfigurationError if a parameter or module of ``stages`` cannot be trained by hpcdist."""
     torch = library()
     parameters = [(stage, name, parameter) for stage in stages for name, parameter in stage.owned.items()]
     for stage, name, parameter in parameters:
@@ -232,13 +232,13 @@ class ParameterBinding:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def initial(self, stage: StageModules) -> dict[str, np.ndarray]:
-        """Return the initial values of the parameters that ``stage`` owns, as host arrays by name."""
+        """Return the initial values of the parameters that ``stage`` owns: {parameter name: host array}."""
         if self._initial is None:
             raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in stage.owned.items()}
 
     def free_initial(self, step: int) -> None:
-        """From ``step`` 2 on, free the initial values and the parameters of stages that other ranks run."""
+        """If ``step`` is at least 2, free the initial parameter values, and the parameters of other ranks' stages."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}

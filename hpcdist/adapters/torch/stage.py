@@ -143,7 +143,7 @@ class TorchStage:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
-        """Run the stage on the example input ``x``, store its output shape and FLOPs, and return the output."""
+        """Run the stage on the example input ``x``, and return the output. Store ``x`` and the FLOPs per sample."""
         with flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)

@@ -136,7 +136,7 @@ class Event:
         self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
-        """Make later work on ``stream`` wait for this event."""
+        """Make later work on the CUDA stream ``stream`` wait for this event."""
         stream.wait_event(self._event)
 
 
@@ -144,7 +144,7 @@ _free_events: deque[Any] = deque()  # shared by all threads: append and pop are 
 
 
 def record(stream: Any = None) -> Event:
-    """Record and return an event on ``stream``, after the work queued so far. None means the current stream."""
+    """Record and return an event on ``stream`` (None: the current stream), after the work queued there so far."""
     try:
         event = _free_events.pop()
     except IndexError:

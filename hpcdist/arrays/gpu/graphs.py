@@ -31,7 +31,7 @@ _SUMS_IN_FLOAT32, _SUMS_IN_TF32, _BEST = 68, 77, -1
 
 
 class Matrices(NamedTuple):
-    """One matrix, or several matrices of equal shape, in one GPU array."""
+    """One matrix, or a batch of matrices of equal shape, in one GPU array."""
 
     array: Any
     leading: int  # elements from one row (column if `by_columns`) to the next

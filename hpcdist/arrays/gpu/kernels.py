@@ -21,7 +21,7 @@ Size: TypeAlias = int | tuple[int, ...]  # a grid size in blocks, or a block siz
 
 
 class KernelSource:
-    """CUDA C++ source file with several kernels, for elements of the given ``dtypes``."""
+    """CUDA C++ source file ``path`` with several kernels, for arrays of the dtypes named in ``dtypes``."""
 
     def __init__(self, path: Path, dtypes: tuple[str, ...] = tuple(_TYPES)) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class KernelSource:
         return name_of(dtype) in self._dtypes
 
     def code(self, **types: Any) -> str:
-        """Return the source text to compile, with macros such as REAL=np.float32 defined by the keyword arguments."""
+        """Return the source text to compile. The keyword arguments define macros, such as ``REAL=np.float32``."""
         lines = [f"#define {macro} {self._named(dtype)}\n" for macro, dtype in sorted(types.items())]
         # The macros come first, although the types are structs of COMMON: macros are expanded at their use.
         return "".join(lines) + COMMON.read_text() + self.path.read_text()
@@ -49,7 +49,8 @@ class KernelSource:
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
         """Launch the GPU kernel ``name`` with the arguments ``*args`` on the current stream.
 
-        Keyword arguments define macros. ``REAL``, the dtype of the elements, is required.
+        ``grid``, ``block``: numbers of blocks and of threads per block. Keyword arguments define macros. ``REAL``, the
+        dtype of the elements, is required.
         """
         # Ints are passed as ``long long``; floats as REAL, or as float32 if REAL has 16 bits. Nothing is launched if a
         # dim of ``grid`` is 0.
@@ -67,7 +68,7 @@ def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
 
 
 def threads_for(elements: int, most: int = 1024) -> int:
-    """Return the number of threads per block for ``elements`` elements: a multiple of 32, up to ``most``."""
+    """Return the number of threads per block for ``elements`` elements: a multiple of 32, at most ``most``."""
     return min(max(-(-elements // WARP), 1) * WARP, most)
 
 

@@ -137,7 +137,7 @@ def _drop_finished_copies() -> None:
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count this thread's new pinned memory in ``ledger`` from now on. None stops the counting."""
+    """Count the pinned memory that this thread allocates from now on in ``ledger``. None stops the counting."""
     _per_thread.ledger = ledger
 
 

@@ -67,7 +67,10 @@ def available_bytes() -> int:
 
 
 def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
-    """Return the number of buffers to use in turn: 1 if ``hot``, else more than the CPU cache holds."""
+    """Return the number of buffers to use in turn: 1 if ``hot``, else more than a CPU cache of ``cache_bytes`` holds.
+
+    ``nbytes``: size of a buffer. ``limit_bytes``: memory that all buffers together may use.
+    """
     return 1 if hot else max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
 
 
@@ -103,7 +106,7 @@ class BufferContents:
             piece[...] = values
 
     def fill_slots(self, slots: np.ndarray, rank: int) -> None:
-        """Write the test input of ``rank`` into each row of ``slots``, from element k on in row k. Local."""
+        """Write the test input of ``rank`` into the rows of ``slots``, in row k from its element k on. Local."""
         # Rows are written in order, so that the cache holds the last rows.
         count, size = slots.shape
         num_grouped = 0
@@ -137,7 +140,7 @@ class ExpectedResult:
 
 
 class BufferPool:
-    """Memory for ``count`` pairs of a buffer and a result array, which benchmarked algorithms use in turn."""
+    """Memory for ``count`` buffers and ``count`` result arrays, which the benchmarked algorithms use in turn."""
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
         self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
@@ -265,7 +268,10 @@ def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
 def contender(
     comm: Communicator, cell: CollectivesCell, algorithm: str, memory_kind: str, chosen: str = ""
 ) -> CollectivesContender:
-    """Prepare ``algorithm`` for the benchmark. ``chosen``: algorithm that "auto" uses. Collective over ``comm``."""
+    """Prepare ``algorithm`` for the benchmark of ``cell`` (collective, dtype and size). Collective over ``comm``.
+
+    ``memory_kind``: "ordinary" or "shared" buffers. ``chosen``: algorithm that "auto" uses.
+    """
     prepare = _OPERATIONS[cell.op][1]
     run, expected = prepare(comm, cell, chosen or algorithm)
     return CollectivesContender(algorithm, memory_kind, run, tuple(expected), in_result=prepare is _all_to_all)
@@ -288,7 +294,10 @@ def references(comm: Communicator) -> list[CollectivesContender]:
 
 
 def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndarray, result: np.ndarray) -> str:
-    """Run ``contender`` once. Return the reason why it is unsupported, or "" if it works. Collective."""
+    """Run ``contender`` once on ``buffer`` and ``result``. Return the reason why it is unsupported, or "".
+
+    Collective over ``comm``.
+    """
     # An unsupported algorithm raises on every rank before it sends anything.
     reason = ""
     try:
@@ -299,7 +308,10 @@ def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndar
 
 
 def chosen(comm: Communicator, dtype: np.dtype, memory_kind: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Measure the fastest allreduce algorithm for each size up to ``max_bytes``, and return the table. Collective."""
+    """Measure the fastest allreduce algorithm for each size up to ``max_bytes``. Return them as a table. Collective.
+
+    ``memory_kind``: "ordinary" or "shared" buffers. ``mpi_library``: name of the MPI library.
+    """
     request = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=dtype,

@@ -26,7 +26,7 @@ from hpcdist.reporting.table import MISSING, Catalogue, Figure, text_of
 
 @dataclass(frozen=True)
 class CollectivesRow(ConfigurationKey):
-    """Table row of one benchmarked algorithm. Durations are of the slowest rank. None: not applicable."""
+    """Table row of one benchmarked algorithm. Durations were measured on the slowest rank. None: not applicable."""
 
     reference: bool
     iterations: int

@@ -99,7 +99,11 @@ class CollectivesRequest(CellLimits):
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return the number of elements that each rank sends to rank 0, 1, ... Rank 0 receives ``size`` in total."""
+    """Return the number of elements that each rank sends to rank 0, 1, ... in the all-to-all exchange ``op``.
+
+    The sizes are equal, or smaller for higher ranks if ``op`` is uneven. ``size``: elements that rank 0 receives.
+    ``ranks``: number of ranks.
+    """
     first = size // ranks
     if op.endswith("-zipf"):
         return [first // (rank + 1) for rank in range(ranks)]

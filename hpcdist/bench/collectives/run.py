@@ -35,7 +35,7 @@ Save = Callable[[Sequence[CollectivesConfiguration]], None]
 
 @dataclass(frozen=True)
 class CellSamples:
-    """Measurements of one algorithm on rank 0: arrays of shape (iteration, rank), in seconds."""
+    """Measured durations of one algorithm on rank 0: arrays of shape (iteration, rank), in seconds."""
 
     time_s: np.ndarray
     start_s: np.ndarray  # delay after the first rank's start; NaN without a common clock
@@ -195,7 +195,10 @@ class _ContenderChoice:
     def contenders(
         self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
     ) -> list[CollectivesContender]:
-        """Return the supported algorithms for ``cell``, and transfers to compare with. Collective."""
+        """Return the supported algorithms for ``cell``, and transfers to compare with. Collective.
+
+        ``pools``: {kind of memory: buffers} to try each algorithm on. ``contents``: test inputs.
+        """
         # Each algorithm is tried on slot 0 of ``pools``.
         names = contenders.algorithms(cell.op)
         named = [name for name in self.request.algorithms if name in names]
@@ -231,7 +234,11 @@ def run(
     print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Run the benchmark ``request``. ``save`` stores results on rank 0. Raises UsageError. Collective over ``comm``."""
+    """Run the benchmark ``request``. Raises UsageError. Collective over ``comm``.
+
+    ``mpi_library``: name to store. ``save``: function that stores results on rank 0. ``print_line``: function that
+    prints on rank 0. ``memory``: buffers to use, or None to allocate them.
+    """
     order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)
     contents = {name: BufferContents(comm.size, dtype_of(name)) for name in request.dtypes}

@@ -111,7 +111,10 @@ class TorchRun:
         self._module = torch.compile(module) if name == COMPILED else module
 
     def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
-        """Run a step after a barrier of ``barrier_comm``. Return durations and loss. Collective."""
+        """Run a step after a barrier of ``barrier_comm``. Return durations and loss. Collective.
+
+        ``x``: token ids. ``targets``: token ids to predict.
+        """
         torch = load_torch()
         wide_x, wide_targets = (torch.from_numpy(array.astype(np.int64)) for array in (x, targets))
         self._number += 1

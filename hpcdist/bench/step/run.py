@@ -101,7 +101,10 @@ class TimedRun(TimedTraining):
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 
     def profile(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> Seconds:
-        """Run a step and time its operations. Return {(operation kind, pass): seconds}. Collective."""
+        """Run a step on tokens ``x`` and labels ``targets``. Return {(operation kind, pass): seconds}. Collective.
+
+        The step starts after a barrier of ``barrier_comm``.
+        """
         # Further keys are "clipping" (with the gradient norm), "update", "communication" and "all" (the whole step).
         seconds: Seconds = defaultdict(float)
         before = self.model.operations
@@ -158,7 +161,10 @@ class _Timed:
 
 
 def run(comm: Communicator, request: StepRequest, provenance: dict[str, Any], print_line: Print) -> StepResults | None:
-    """Benchmark the implementations of ``request``. Return the results on rank 0, else None. Collective."""
+    """Benchmark the implementations of ``request``. Return the results on rank 0, else None. Collective.
+
+    ``provenance``: attributes of the results file. ``print_line``: function that prints progress.
+    """
     config = model_config(request.shape)
     with tempfile.TemporaryDirectory() as folder:  # for the rendezvous of PyTorch's ranks
         runs, left_out = _contenders(comm, request, config, Path(folder), print_line)

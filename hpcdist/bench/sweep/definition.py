@@ -273,7 +273,7 @@ def labels(choice: Mapping[str, Any]) -> list[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value in a nested dict. ``prefix``: text before each key."""
+    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix``: text before each key."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -306,7 +306,10 @@ def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
 
 
 def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any]]:
-    """Return a dict per trial for JSON: index, id, name, number of ranks, and number of runs."""
+    """Return a dict per trial for JSON: index, id, name, number of ranks, and number of runs.
+
+    ``sweep``: sweep of the ``trials``.
+    """
     return [
         {"index": at, "id": trial.id, "name": trial.name, "ranks": trial.ranks, "repeats": sweep.repeats}
         for at, trial in enumerate(trials)

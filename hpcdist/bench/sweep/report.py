@@ -196,7 +196,7 @@ def plot(results: SweepResults, file: Path) -> None:
 
 
 def plot_inches(results: SweepResults) -> tuple[float, float]:
-    """Return (width, height) of the plot of a sweep in inches."""
+    """Return (width, height) in inches of a plot of all configurations in ``results``."""
     measured = _measured(results)
     height = 1.2 + 1.2 * len({row.ranks for row in measured}) + 0.3 * len(measured)
     if swept(results, measured) is not None:
@@ -298,7 +298,7 @@ def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return the speed per rank of each row, divided by the speed per rank of the first row."""
+    """Return the parallel efficiency of each row: its speed per rank, relative to the first row's. Unknown: omitted."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 

@@ -66,16 +66,16 @@ class SweepConfiguration:
 
     @property
     def good(self) -> list[TrialRepeat]:
-        """Runs with the status "ok"."""
+        """List of the runs with the status "ok"."""
         return [repeat for repeat in self.repeats if repeat.status == OK]
 
     @property
     def failed(self) -> list[TrialRepeat]:
-        """Runs with the status "failed"."""
+        """List of the runs with the status "failed"."""
         return [repeat for repeat in self.repeats if repeat.status != OK]
 
     def figures(self, name: str) -> list[Any]:
-        """Return the values of ``name`` in the summaries of the successful runs."""
+        """Return a list of the figure ``name`` in the summary of each successful run, if the run has this figure."""
         return [value for repeat in self.good if (value := repeat.summary.get(name)) is not None]
 
 
@@ -86,7 +86,7 @@ def status_text(ok: int, failed: int) -> str:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Content of a sweep results file. Configurations are sorted by ranks, then by order in the sweep."""
+    """Content of a sweep results file. Configurations are sorted by number of ranks, then by order in the sweep."""
 
     provenance: Mapping[str, str]
     configurations: tuple[SweepConfiguration, ...]
@@ -134,7 +134,10 @@ def prepare(path: Path, provenance: Mapping[str, str]) -> None:
 
 
 def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: TrialOutcome, git_commit: str) -> None:
-    """Write the result ``outcome`` of run number ``repeat`` of ``trial`` to the results file. Raises StorageError."""
+    """Write the result ``outcome`` of run number ``repeat`` of ``trial`` to the results file. Raises StorageError.
+
+    ``position``: index of the trial in the sweep. ``git_commit``: commit of hpcdist that ran the trial.
+    """
     if not path.exists():
         raise StorageError(f"{path} cannot be written: the file was removed while the sweep ran; run the sweep again")
     with FORMAT.edit(path, {}) as trials:

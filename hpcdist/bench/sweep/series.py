@@ -39,7 +39,10 @@ class SweepTally:
 def plan(
     trials: Sequence[SweepTrial], repeats: int, results_path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the runs of a sweep in order. ``only``: index of the only trial to run, or None for all trials."""
+    """Return the runs of a sweep in order. ``only``: index of the only trial to run, or None for all trials.
+
+    ``repeats``: runs per trial. ``results_path``: file with recorded results. ``retry_failed``: run failed runs again.
+    """
     # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
     statuses = results.statuses(results_path) if results_path.exists() else {}
     items = []
@@ -69,7 +72,8 @@ def run(
 ) -> SweepTally:
     """Run the planned ``items`` that have no status, and append each result to ``results_path``. Local.
 
-    ``measure``: function that runs a trial; it raises SweepStopped to stop. ``provenance``: attributes of a new file.
+    ``measure``: function that runs a trial; it raises SweepStopped to stop. ``limits``: time limits. ``provenance``:
+    attributes of a new file. ``print_line``: function that prints progress.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}

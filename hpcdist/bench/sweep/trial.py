@@ -70,7 +70,11 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
 def run(
     trial: SweepTrial, folder: Path, limit_s: float, command_line: Command, environment: Mapping[str, str]
 ) -> TrialOutcome:
-    """Run ``trial`` as a subprocess in the empty directory ``folder`` for at most ``limit_s`` seconds. Local."""
+    """Run ``trial`` as a subprocess in the empty directory ``folder``, and return its result. Local.
+
+    ``limit_s``: seconds after which it is stopped. ``command_line``: function that builds the command, like `command`.
+    ``environment``: environment variables of the subprocess.
+    """
     libc = ctypes.CDLL(None)
 
     def prepare_child() -> None:

@@ -64,7 +64,7 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` with all elements of ``tensor``, which the object ``store`` reads or writes."""
+    """Return a `Piece` with all elements of ``tensor``. The object ``store`` reads or writes their bytes in a file."""
     elements = Range(0, tensor.size)
     array: Any = FileSlice(store, elements)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), elements, array)

@@ -87,7 +87,7 @@ class ForeignFile:
 
     @contextmanager
     def library_errors(self) -> Iterator[None]:
-        """Convert errors of the library for this format, raised in the block, to errors of hpcdist."""
+        """Context manager that converts errors of the format's library to errors of hpcdist."""
         try:
             yield
         except MissingCapabilityError as error:

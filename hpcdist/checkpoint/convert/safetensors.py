@@ -58,7 +58,10 @@ class TensorLocation:
 def write(
     checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write ``tensors`` to safetensors files of at most ``shard_bytes``. Return their paths, the index file last."""
+    """Write ``tensors`` to safetensors files of at most ``shard_bytes``. Return their paths, the index file last.
+
+    ``checkpoint``: directory to read. ``loaded``: its manifest. ``out``: output path; several files get numbers in it.
+    """
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
     numbered = [out.with_name(f"{stem}-{k + 1:05d}-of-{len(groups):05d}{SUFFIX}") for k in range(len(groups))]
@@ -122,7 +125,7 @@ def header(
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return {tensor name: location} and the metadata of the open file ``fd``. Raises ValueError for a bad header."""
+    """Return ({tensor name: location}, metadata {name: text}) of the open file ``fd``. Raises ValueError."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):

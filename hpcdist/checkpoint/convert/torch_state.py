@@ -40,7 +40,10 @@ def import_torch() -> ModuleType:
 
 
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
-    """Write ``tensors`` to ``out`` with ``torch.save``. ``nested``: as a dict of dicts by kind. Raises StorageError."""
+    """Write ``tensors`` to the file ``out`` with ``torch.save``. Return a list of its path. Raises StorageError.
+
+    ``checkpoint``: directory to read. ``loaded``: its manifest. ``nested``: write a dict of dicts by tensor kind.
+    """
     module = import_torch()
     offsets, position = [], 0
     for tensor in tensors:
@@ -115,7 +118,7 @@ class TorchReader:
         self._flat: tuple[int, np.ndarray | None] = (-1, None)
 
     def read(self, index: int, elements: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with the ``elements`` of tensor number ``index``."""
+        """Fill ``out`` with a range of ``elements`` of the flattened tensor number ``index``."""
         number, flat = self._flat
         if number != index or flat is None:
             flat = self._values[index].contiguous().reshape(-1).view(self._module.uint8).numpy()

@@ -38,7 +38,7 @@ class PieceOffer:
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Runs of consecutive elements to copy from a source array to a target array."""
+    """Copies of ``size[i]`` elements from index ``at[i]`` of a source array to index ``to[i]`` of a target array."""
 
     to: np.ndarray  # first index in the target, ascending
     at: np.ndarray  # first index in the source

@@ -25,7 +25,10 @@ from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill the tensor slice ``piece`` from stored slices ``entries``. Raises StorageError, and `DamagedError`."""
+    """Fill the tensor slice ``piece`` from the stored slices ``entries``. Raises StorageError and `DamagedError`.
+
+    ``directory``: checkpoint. ``reader``: open reader of its shards.
+    """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
         _fill_in_blocks(directory, piece, piece.array, entries, reader)

@@ -43,7 +43,10 @@ def all_to_all(
     receive_ranges: Sequence[Range],
     algorithm: str = "pairwise",
 ) -> None:
-    """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective."""
+    """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective.
+
+    ``algorithm``: "pairwise", "bruck" (for ranges of one size) or "hierarchical".
+    """
     # For "bruck", all ranges on all ranks must have one size. The buffers have one dtype, and do not overlap.
     function = ALL_TO_ALL.get(algorithm)
     if function is None:
@@ -178,7 +181,7 @@ def _between(
 
 
 def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Return the message sizes of all ranks: elements, indexed [rank, 0 (send) or 1 (receive), peer]. Collective."""
+    """Gather all ranks' message sizes into an int array (rank, 0: send or 1: receive, peer) of elements. Collective."""
     local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
     return gather_counts(comm, np.array(local_sizes, np.int64))
 
@@ -247,7 +250,10 @@ def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequenc
 
 
 def reduce_rows(rows: list[Array], result: Array, op: str) -> None:
-    """Reduce ``rows``, one array per rank, in rank order. Write the result, rounded once, to ``result``. Local."""
+    """Reduce ``rows``, one array per rank, in rank order, and write the result to ``result``. Local.
+
+    ``op``: "sum", "max" or "min". 16-bit floats are accumulated in float32 and rounded once.
+    """
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)
     combine = ufunc(total, op)

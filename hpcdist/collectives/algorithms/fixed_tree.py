@@ -38,7 +38,7 @@ def shards_of(shards: int, size: int) -> list[Range]:
 
 
 def halves(node: Range) -> tuple[Range, Range]:
-    """Return the two child nodes of the tree node ``node``, a range of at least two logical shards."""
+    """Return (left child, right child) of the tree node ``node``, a range of two or more logical shards."""
     assert node.size > 1
     middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # split at the largest power of two below the size
     return Range(node.start, middle), Range(middle, node.stop)
@@ -58,7 +58,7 @@ def nodes_within(shards: int, part: Range) -> list[Range]:
 
 
 def tree_sum(values: Sequence[float]) -> float:
-    """Return the sum of ``values``, one number per logical shard, in the order of `FixedTree`. Local."""
+    """Return the sum of ``values``, one number per logical shard, added in the same order as by `FixedTree`. Local."""
 
     def total(node: Range) -> float:
         if node.size == 1:
@@ -94,7 +94,7 @@ class FixedTree:
         self._free: list[Array] = []
 
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
-        """Add ``addend`` as logical shard number ``shard``. Each rank adds its shards in ascending order. Local."""
+        """Add ``addend`` as logical shard number ``shard``. A rank adds its shards in ascending order. Local."""
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
         wide = accumulation_dtype(addend.dtype)

@@ -40,7 +40,7 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 
 
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place over ``intra``, usually a node, then over ``inter``, one rank per node. Collective."""
+    """Reduce ``buffer`` in place over ``intra`` (ranks of a node), then ``inter`` (one rank per node). Collective."""
     # Rows have equally many ranks. `collectives.release(intra)` frees the shared memory of a row.
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))

@@ -51,7 +51,7 @@ class NodeFlow:
         self._totals: deque[list[Request]] = deque()
 
     def range_in(self, segment: Range, rank: int) -> Range:
-        """Return the range of elements that ``rank`` sums, relative to the start of ``segment``. Local."""
+        """Return the elements of ``segment`` that ``rank`` sums, as a range from the start of ``segment``. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -83,7 +83,7 @@ class NodeFlow:
         self._begun += 1
 
     def sum_next(self) -> None:
-        """Reduce this rank's elements of the next segment, after the other ranks' data has arrived."""
+        """Wait for the other ranks' data of the next segment, and add up this rank's elements of that segment."""
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
         local_part, addends = self.local_view(self._order[self._summed]), self._addends.popleft()
@@ -96,7 +96,7 @@ class NodeFlow:
         self.add(rows, local_part)
 
     def add(self, rows: Sequence[Array], local_part: Array) -> None:
-        """Reduce ``rows``, one array from each rank, into ``local_part``. May overwrite ``rows[0]``."""
+        """Reduce ``rows``, one array per rank, and write the result to ``local_part``. May overwrite ``rows[0]``."""
         # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
         # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
         total = rows[0]
@@ -106,7 +106,7 @@ class NodeFlow:
             self.combine(total, rows[-1], local_part)
 
     def spread(self, segment: Range) -> None:
-        """Start to exchange the sums of ``segment``: each rank sends its sums to the other ranks."""
+        """Start to exchange the sums of ``segment``: each rank sends its sums, and receives the other ranks' sums."""
         for request in self._sends.pop(segment, ()):
             request.wait()  # do not receive into memory that is still being sent
         local_part = self.local_view(segment)
@@ -155,7 +155,7 @@ def _raise_to(counters: int, word: int, number: int) -> None:
 
 
 class Counters:
-    """Shared memory: the progress counters of each rank, then ``nbytes`` bytes. Construction is collective."""
+    """Shared memory with progress counters and ``nbytes`` bytes of data for each rank. Construction is collective."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.block: SharedBlock = comm.shared(LINE_BYTES + nbytes)
@@ -166,11 +166,11 @@ class Counters:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
     def publish(self, word: int, number: int) -> None:
-        """Set counter number ``word`` of this rank to ``number``. Ranks that read it see all earlier writes. Local."""
+        """Set this rank's counter with index ``word`` to ``number``. Its readers also see all earlier writes. Local."""
         _raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
-        """Wait until counter number ``word`` of every rank has reached ``number``. Local."""
+        """Wait until the counter with index ``word`` has reached ``number`` on every rank. Local."""
         since, turns = time.monotonic(), 0
         while not _is_reached(self.lines, word, number, SPINS):
             turns += 1
@@ -194,13 +194,13 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the input data of ``rank`` for segment ``number`` in the shared memory."""
+        """Return the bytes in shared memory that hold the input of ``rank`` for the segment with index ``number``."""
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the sums that ``rank`` computed for segment ``number`` in the shared memory."""
+        """Return the bytes in shared memory that hold the sums by ``rank`` for the segment with index ``number``."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -212,7 +212,10 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def flow_of(
     intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], part_bytes: int
 ) -> NodeFlow:
-    """Return an object that reduces ``buffer`` over a node, one segment of ``order`` at a time. Collective."""
+    """Return a `NodeFlow` that reduces ``buffer`` over a node's ranks, in shared memory if possible. Collective.
+
+    ``order``: segments in the order of reduction. The first ``owners`` ranks sum at most ``part_bytes`` of each.
+    """
     # ``part_bytes``: maximum bytes of a segment that one rank sums. Without shared memory, return a plain `NodeFlow`.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
@@ -233,7 +236,7 @@ def flow_of(
 
 
 def keep_for(comm: Communicator, intra: Communicator) -> None:
-    """Make `release` of ``comm`` also free the shared memory of its node communicator ``intra``. Local."""
+    """Let `release` of ``comm`` also free the shared memory of ``intra``, the communicator of its node. Local."""
     _inside[comm] = intra
 
 
@@ -352,7 +355,7 @@ class PublishedMemory:
         segments.count_in_ledger(self._parts.views[self._comm.rank])
 
     def part(self, rank: int, name: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray:
-        """Return the first elements of the array ``name`` of ``rank``, in this shape and dtype. Local."""
+        """Return the array ``name`` of ``rank`` as a view with this shape and dtype, of its first elements. Local."""
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return np.empty(shape, dtype)

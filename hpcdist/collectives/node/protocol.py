@@ -281,7 +281,11 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Start a collective through shared memory, and return its status, as `advance` does."""
+    """Start a collective on ``buffer`` in shared memory. Return its status, as `advance` does.
+
+    ``state``: progress of this rank. ``places``, ``regions``: addresses. ``bounds``: byte ranges of the ranks.
+    ``plan``: words of a `Plan`. ``target``: result address, or 0 for ``buffer``.
+    """
     # ``state``: int64 array with this rank's progress. ``places`` (5, ranks): addresses of the counters, of two slots
     # for small buffers, and of two halves of the staging area. ``regions``: shared memory that can hold buffers.
     # ``bounds``: start and end byte of each rank's range. ``target``: address of the result, or 0 for ``buffer``.

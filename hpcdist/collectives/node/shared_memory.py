@@ -44,20 +44,20 @@ _DTYPES: Final = tuple(FLOATS | INTEGERS)  # the ranks compare indices in this t
 
 
 def slot_bytes(ranks: int) -> int:
-    """Return the bytes of the shared buffer of a rank for small arrays, with ``ranks`` ranks on the node. Local."""
+    """Return the bytes of a rank's shared buffer for small arrays. ``ranks``: number of ranks on the node. Local."""
     return SLOTS_BYTES // ranks // ALIGN_BYTES * ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Arguments of a collective for compiled code: constants (``words``) and byte ranges of the ranks (``bounds``)."""
+    """Arguments of a collective for compiled code: integer constants (``words``) and byte ranges (``bounds``)."""
 
     words: np.ndarray
     bounds: np.ndarray
 
 
 class NodeMemory:
-    """Shared memory of a communicator whose ranks are all on one node. Collective over ``comm``."""
+    """Shared memory for collectives over the communicator ``comm``, whose ranks are all on one node. Collective."""
 
     def __init__(self, comm: Communicator) -> None:
         # No reference to the communicator: it is the weak key of `_memory`, and would never be freed.
@@ -85,7 +85,7 @@ class NodeMemory:
         self._naps = is_crowded
 
     def common(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` bytes that all ranks share, or private memory if sharing fails. Collective."""
+        """Return one block of ``nbytes`` bytes that all ranks share, or private memory if sharing fails. Collective."""
         # Rank 0 allocates the bytes; the other ranks contribute an empty block and map the block of rank 0.
         rank = comm.rank if not self.is_shared else 0
         block = comm.shared(nbytes if comm.rank == rank else 0)
@@ -96,7 +96,7 @@ class NodeMemory:
         return block.views[0]
 
     def is_common(self, address: int, nbytes: int) -> bool:
-        """Return True if the ``nbytes`` bytes at ``address`` are inside a block that `common` returned. Local."""
+        """Return True if the ``nbytes`` bytes at memory address ``address`` are in a block from `common`. Local."""
         return any(first <= address and address + nbytes <= first + size for first, size in self._common)
 
     def region(self, comm: Communicator, nbytes: int) -> np.ndarray:
@@ -114,7 +114,11 @@ class NodeMemory:
     def run(
         self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None, target: int = 0
     ) -> bool:
-        """Run the collective ``mode`` on ``buffer``. Return False if the ranks made different calls. Collective."""
+        """Run one collective on ``buffer``. Return False if the ranks made different calls. Collective.
+
+        ``mode``: reduce-scatter, all-gather or both. ``ranges``: element range of each rank, or None for an even split.
+        ``target``: address of the result, or 0 for ``buffer``.
+        """
         # ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce); ELSEWHERE: all ranks share one
         # result array. ``ranges`` None: an even split. ``target``: address of the result, or 0 for ``buffer``.
         if self._given_up is not None:
@@ -166,7 +170,7 @@ class NodeMemory:
         return plan
 
     def records(self) -> list[str]:
-        """Return one text per rank about the rank's current collective, for error messages. Local."""
+        """Return a description of each rank's current collective: a list of texts, for error messages. Local."""
         parity = int(self._state[protocol.CALL]) % 2
         begin = protocol.RECORDS + parity * protocol.RECORD_WORDS
         return [
@@ -288,7 +292,10 @@ def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def allocate_common(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return one zeroed array that all ranks of a node share, or raise MissingCapabilityError. Collective."""
+    """Return one zeroed array of ``size`` elements that all ranks of a node share. Collective.
+
+    Raises MissingCapabilityError if the ranks cannot share memory.
+    """
     nbytes = size * np.dtype(dtype).itemsize
     if comm.size == 1:
         return np.zeros(size, dtype)

@@ -46,7 +46,10 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
 
 
 def check_gpus(table: RankTable, device_kind: str, job_has_gpus: bool) -> Check:
-    """Check that each rank has a separate GPU, and sees all GPUs of its node. ``table``: facts of all ranks."""
+    """Check that each rank has a separate GPU, and sees all GPUs of its node. ``table``: facts of all ranks.
+
+    ``device_kind``: requested device, such as "cpu". ``job_has_gpus``: True if the scheduler granted GPUs.
+    """
     name = "GPUs"
     if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):
         reason = table.by_node([rows[0].facts.gpu.reason for rows in table.nodes])
@@ -95,7 +98,10 @@ def _sharing(rows: list[RankRow]) -> str:
 
 
 def check_cores(table: RankTable, scheduler: str = "") -> Check:
-    """Check that ranks have disjoint cores, as many cores as requested. ``table``: facts of all ranks."""
+    """Check that the ranks have disjoint cores, and as many as requested. ``table``: facts of all ranks.
+
+    ``scheduler``: name of the scheduler, or "".
+    """
     name = "cores"
     of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}
 

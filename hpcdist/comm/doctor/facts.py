@@ -47,7 +47,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Volume:
-    """A directory that the job needs, and its free space."""
+    """A directory that the job needs: its role, path, file system type and free space."""
 
     role: str  # use of the directory, such as "run directory"
     path: str
@@ -72,7 +72,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Resources that the job requested from its scheduler. A field is None if it is unknown."""
+    """Resources that the job requested from its scheduler: tasks, nodes and GPUs. None: unknown."""
 
     scheduler: str  # "" without a scheduler
     tasks: int | None = None
@@ -112,7 +112,10 @@ def rank_facts(
 
 
 def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
-    """Choose this rank's GPU, unless ``kind`` is "cpu", and return its facts. Call this before MPI starts."""
+    """Choose this rank's GPU, unless ``kind`` is "cpu", and return its facts. Call this before MPI starts.
+
+    ``launch``: local rank and world size announced by the launcher, or None.
+    """
     visible = environment.get(VISIBLE_GPUS)
     if kind == "cpu":
         return GpuFacts(visible, 0, "", "the device is the CPU")
@@ -143,7 +146,10 @@ def node_facts(library: str, volumes: tuple[Volume, ...], environment: Mapping[s
 
 
 def volume_facts(role: str, path: Path, file_system_type: str) -> Volume:
-    """Return the `Volume` of ``path``, with the free space of ``path`` or of its nearest existing parent."""
+    """Return the `Volume` of ``path``, with the free space of ``path`` or of its nearest existing parent.
+
+    ``role``: purpose of the directory, for the report. ``file_system_type``: for example "lustre".
+    """
     existing = path.absolute()
     try:
         while not existing.exists() and existing != existing.parent:
@@ -180,7 +186,10 @@ def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
 def scheduler_request(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> SchedulerRequest:
-    """Return the resources that the job requested. ``launch``: the launcher's variables. Call this on rank 0."""
+    """Return the resources that the job requested, from the variables in ``environment``. Call this on rank 0.
+
+    ``launch``: rank and world size announced by the launcher, or None.
+    """
     if "SLURM_JOB_ID" in environment:
         gpus = any(name in environment for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
         if "SLURM_HET_SIZE" in environment:  # the variables describe only the first component

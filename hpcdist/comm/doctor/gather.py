@@ -35,7 +35,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """Facts of all ranks, on rank 0."""
+    """All ranks' facts and test results, as collected on rank 0 by `gather`."""
 
     table: RankTable
     offsets: tuple[ClockReading, ...]
@@ -43,7 +43,7 @@ class Gathered:
 
 
 class StageDeadline:
-    """Timer that calls ``fail(error)`` if a stage of `hpcdist doctor --job` takes over ``limit_s`` seconds. Local."""
+    """Timer that calls ``fail(error)`` if one stage of `hpcdist doctor --job` takes over ``limit_s`` seconds. Local."""
 
     def __init__(
         self, where: str, limit_s: float = LIMIT_S, fail: Callable[[BaseException], object] = failfast.fail
@@ -77,7 +77,10 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Test messages, clocks and the run ``directory``. Return the results on rank 0, else None. Collective."""
+    """Test messages, clocks and the run ``directory``. Return all ranks' results on rank 0, else None. Collective.
+
+    ``facts``: this rank's facts. ``describe_node``: returns the node's facts. ``announce_stage``: prints the progress.
+    """
     announce_stage("finding out which ranks share a node")
     nodes = comm.nodes()
     greeting = greet(comm, nodes, announce_stage)
@@ -105,7 +108,10 @@ def gather(
 
 
 def greet(comm: Communicator, nodes: Nodes, announce_stage: Callable[[str], None]) -> Greeting:
-    """Test messages inside each node, messages between nodes, and an allreduce. Return the results. Collective."""
+    """Test messages inside each node, messages between nodes, and an allreduce. Return the results. Collective.
+
+    ``announce_stage(name)`` is called before each test.
+    """
     local_rank = nodes.intra.rank
     announce_stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
     inside, inside_s = _ring(nodes.intra)

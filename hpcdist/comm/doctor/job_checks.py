@@ -17,7 +17,7 @@ US: Final = 1e6
 
 @dataclass(frozen=True)
 class Greeting:
-    """Results of a rank's test messages."""
+    """Results of a rank's test messages: data correct, and seconds per message and allreduce."""
 
     arrived: bool  # all data arrived unchanged
     inside_s: float | None  # of a message inside the node; None without such a peer
@@ -27,7 +27,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Facts of a rank, and results of its test messages."""
+    """Facts of one rank, its position in the job, and the results of its test messages."""
 
     node: int
     local_rank: int
@@ -45,7 +45,7 @@ class RankTable:
 
     @cached_property
     def nodes(self) -> list[list[RankRow]]:
-        """The rows of each node, in node order. The rows of a node are sorted by local rank."""
+        """A list of `RankRow` lists, one per node in node order. The rows of a node are sorted by local rank."""
         rows_of: dict[int, list[RankRow]] = {}
         for row in self.rows:
             rows_of.setdefault(row.node, []).append(row)
@@ -53,25 +53,25 @@ class RankTable:
 
     @cached_property
     def machines(self) -> list[NodeFacts]:
-        """The facts of each node, in node order."""
+        """The list of facts of the nodes, in node order."""
         machines = [next((row.machine for row in rows if row.machine is not None), None) for rows in self.nodes]
         assert all(machine is not None for machine in machines), "one rank of each node describes it"
         return [machine for machine in machines if machine is not None]
 
     @cached_property
     def labels(self) -> list[str]:
-        """The names of the nodes: host names, or numbers if host names are not unique."""
+        """The list of node names for the report: host names, or numbers if host names are not unique."""
         hosts = [rows[0].facts.host for rows in self.nodes]
         return hosts if len(set(hosts)) == len(hosts) else [f"node{index}" for index in range(len(hosts))]
 
     def by_node(self, texts: Sequence[str]) -> str:
-        """Join ``texts``, one per node, into one text that names the nodes. An equal text appears once."""
+        """Join ``texts``, one per node, into one text, each with its node names. Equal texts appear once."""
         return group_texts(self.labels, texts)
 
 
 @dataclass(frozen=True)
 class Lint:
-    """A check of each node, with the status and the advice to report for a fault."""
+    """A check of one node's ranks. A fault is reported with ``status`` and with the advice ``cure``."""
 
     look: Callable[[list[RankRow]], str]  # returns the fault in the rows of a node, or ""
     status: str
@@ -148,7 +148,10 @@ _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is onl
 
 
 def check_clocks(table: RankTable, offsets: Sequence[ClockReading]) -> Check:
-    """Check that the nodes' clocks agree within `SKEW_S` seconds. ``offsets``: one clock reading per node."""
+    """Check that the nodes' clocks agree within `SKEW_S` seconds. ``table``: facts of all ranks.
+
+    ``offsets``: one comparison with rank 0's clock per node.
+    """
     name = "clocks"
     if len(offsets) < 2:
         return Check(name, OK, "one node")

@@ -116,7 +116,7 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
 
 
 def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
-    """Check that launcher ``started`` and library ``loaded`` belong to the same MPI. If not, each rank runs alone."""
+    """Check that launcher ``started`` and library ``loaded`` belong to one MPI. If not, each rank runs alone."""
     pairing = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
     compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # they share a binary interface and a process manager
     if "unknown" in (loaded.vendor, started.vendor):
@@ -132,7 +132,7 @@ def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
 
 
 def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
-    """Check if MPI accepts pointers to GPU memory. On a node with GPUs, this starts child processes."""
+    """Check whether MPI accepts pointers to GPU memory. On a node with GPUs, this starts child processes."""
     name = "CUDA-aware MPI"
     try:
         answer = cuda_aware.requested_answer(environment)
@@ -155,7 +155,10 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str) -> list[Check]:
-    """Check an allreduce and the thread level of the MPI world ``comm``, and report its size. Collective."""
+    """Check an allreduce and the thread level of the MPI world ``comm``. Return a list of results. Collective.
+
+    ``launch``: variables of the launcher. ``library_text``: version string of the MPI library.
+    """
     total = np.ones(1)
     comm.allreduce(total)
     nodes = comm.nodes()

@@ -36,7 +36,7 @@ MEMORY_CURE: Final = (
 
 
 def at_exit(function: Callable[..., object], *arguments: object) -> None:
-    """Call ``function(*arguments)`` at the normal end of this process, but not in forked children. Local."""
+    """Register ``function(*arguments)`` for the normal end of this process. Forked children do not call it. Local."""
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 
@@ -44,13 +44,13 @@ _settles: Final[list[Callable[[], object]]] = []
 
 
 def before_finalize(function: Callable[[], object]) -> None:
-    """Register ``function`` to be called before MPI is finalised, and again at the end of the process. Local."""
+    """Register ``function`` to be called before MPI_Finalize, and again at the end of the process. Local."""
     _settles.append(function)
     at_exit(function)
 
 
 def settle() -> None:
-    """Call the functions registered with `before_finalize`. Local."""
+    """Call all functions registered by `before_finalize`, because MPI_Finalize follows. Local."""
     for function in _settles:
         function()
 
@@ -77,7 +77,7 @@ def error_lines(error: BaseException) -> list[str]:
 
 
 def error_summary(error: BaseException, thread: str | None) -> str:
-    """Return one line: the exception, the innermost line of its traceback, and the name of its ``thread``, if any."""
+    """Return a one-line summary of ``error``: the exception, the innermost line of its traceback, and ``thread``."""
     frames = traceback.extract_tb(error.__traceback__)
     where = getattr(error, "site", "")
     if frames:
@@ -130,7 +130,7 @@ for _name in ("__module__", "__qualname__", "__name__"):  # tracebacks print the
 
 
 def exit_function(at_end: Callable[[Exit], None]) -> Callable[..., NoReturn]:
-    """Return a replacement for `sys.exit`. If no code catches the `Exit` that it raises, ``at_end`` is called."""
+    """Return a function to replace `sys.exit`. It raises `Exit`, and ``at_end`` is called if no code catches it."""
 
     def exit(status: Any = None, /) -> NoReturn:  # noqa: A001 (as tracebacks show it)
         error = Exit(*status) if isinstance(status, tuple) else Exit() if status is None else Exit(status)

@@ -65,7 +65,10 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
 def install(abort: Callable[[int], None], rank: int, set_title: Callable[[str], None] | None = None) -> None:
-    """From now on, report any uncaught exception as rank ``rank``, and end the job by ``abort(exit code)``. Local."""
+    """From now on, report any uncaught exception as rank ``rank``, and end the job by ``abort(exit code)``. Local.
+
+    ``set_title``: function that sets the title of MPI's abort message, or None.
+    """
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
     if _installed is not None:
@@ -79,7 +82,7 @@ def install(abort: Callable[[int], None], rank: int, set_title: Callable[[str], 
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as rank ``rank`` from now on, and undo `set_agreement`. Local."""
+    """Use ``rank`` in later failure reports, and undo `set_agreement`. Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -132,13 +135,13 @@ def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) 
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """Let an uncaught error end only its thread, without output, if ``is_survivable(error)`` is True. Local."""
+    """Let errors for which ``is_survivable(error)`` is True end only their thread, without output. Local."""
     assert _installed is not None, "install comes first"
     _installed.is_survivable = is_survivable
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """End the job in ``limit_s`` seconds, unless a later call replaces this limit. None: remove the limit. Local."""
+    """Start a timer that ends the job after ``limit_s`` seconds. A later call replaces it; None cancels it. Local."""
     if _installed is None:
         return
     if _installed.limit is not None:
@@ -156,7 +159,7 @@ def _recovery_timed_out(limit_s: float) -> None:
 
 
 def attach(recorder: "Recorder") -> None:
-    """Record the end of this process in the flight ``recorder`` later, as "raised" or "finished". Local."""
+    """Let this module record in ``recorder`` how the process ends, as "raised" or "finished". Local."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
     atexit.register(note_end)  # runs before MPI_Finalize, which may wait for other ranks
@@ -168,7 +171,7 @@ def is_recording() -> bool:
 
 
 def detach() -> None:
-    """Undo `attach`. Local."""
+    """Stop recording the end of this process in the flight recorder: undo `attach`. Local."""
     if _installed is not None:
         _installed.recorder = None
         atexit.unregister(note_end)
@@ -181,7 +184,7 @@ def note_end() -> None:
 
 
 def guarded(main: Callable[[], int | None]) -> int:
-    """Call ``main()`` and return its exit code. After `install`, an error ends the job. Local."""
+    """Call ``main()`` and return its exit code. After `install`, an uncaught error in it ends the job. Local."""
     try:
         code = main() or 0
         if code and _installed is not None:
@@ -261,7 +264,10 @@ def agreed_exit(code: int) -> NoReturn:
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
-    """Report ``error``, raised in ``thread`` (None: the main thread), and end the job with its exit code. Local."""
+    """Report ``error``, and end the job with its exit code. ``thread``: name of the failed thread, None: main. Local.
+
+    ``headline``: first line of the report, or "" for the default.
+    """
     assert _installed is not None, "install comes first"
     state = _installed
     # If several threads fail, only the first reports its error.
@@ -307,7 +313,10 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
-    """Print a report to stderr: ``headline``, then ``text``. Return the path of a copy of the report, or "". Local."""
+    """Print a report of rank ``rank`` to stderr: ``headline``, then ``text``. Local.
+
+    Return the path of a copy of the report, or "".
+    """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
     tagged = tagged.encode(errors="backslashreplace").decode()  # a file name may be invalid text
@@ -375,7 +384,7 @@ def _unread() -> int:
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Write the report ``text`` of failed ``rank`` for `hpcdist run`. Return False without `hpcdist run`."""
+    """Save the report ``text`` of failed rank ``rank`` in a file that `hpcdist run` prints. Return True on success."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False

@@ -22,7 +22,7 @@ _descendants_lock: Final = threading.Lock()
 
 
 class PerCommunicator(Generic[Key, Value]):
-    """Cache with a separate dict for each communicator: ``comm.caches[cache]`` is the dict of ``comm``."""
+    """Cache with one dict per communicator. ``comm.caches[cache]`` is the dict of this cache for ``comm``."""
 
 
 class _Caches(dict[Any, Any]):
@@ -74,7 +74,7 @@ class CommunicatorFamily(ABC):
         self.caches.clear()
 
     def observe_like(self, other: "CommunicatorFamily") -> None:
-        """Use the same event sink as ``other``, and copy `checked` (whether ranks compare their calls). Local."""
+        """Share the event sink of the communicator ``other``, and copy its `checked`. Local."""
         self._sink_cell = other._sink_cell
         self.checked = other.checked
 
@@ -121,7 +121,10 @@ class CommunicatorFamily(ABC):
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Start ``count`` Python processes. Return a communicator of the old and the new ranks. Collective."""
+        """Start ``count`` Python processes with these ``arguments`` and ``environment``. Collective.
+
+        Return a communicator of the old and the new ranks. ``label``: text for its name.
+        """
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 

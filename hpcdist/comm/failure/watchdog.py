@@ -61,15 +61,15 @@ class Watchdog:
         self.recorder.beat(0)
 
     def relax(self) -> None:
-        """Multiply the deadline by ``first_step_factor`` until `tighten` is called. Local."""
+        """Allow operations a longer time until `tighten` is called: the deadline times ``first_step_factor``. Local."""
         self._factor = self.first_step_factor
 
     def tighten(self) -> None:
-        """Undo `relax`. Local."""
+        """Restore the normal deadline after `relax`. Local."""
         self._factor = 1.0
 
     def limit(self, comm: str, deadline_s: float) -> None:
-        """Set the deadline of the communicator named ``comm`` and its derived communicators, in seconds. Local."""
+        """Set another deadline in seconds for communicator ``comm`` (a name) and its derived communicators. Local."""
         self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old dictionary
         self._interval_s = min(self._interval_s, deadline_s / 10)
 

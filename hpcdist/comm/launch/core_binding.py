@@ -21,7 +21,7 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 @dataclass(frozen=True)
 class NodeCores:
-    """The cores of this node that this process may use, with their hardware threads and sockets."""
+    """Cores of this node that this process may use, with the hardware threads of each core and the cores per socket."""
 
     cores: tuple[tuple[int, ...], ...]  # usable hardware threads of each core
     packages: tuple[int, ...]  # number of these cores in each socket
@@ -41,7 +41,7 @@ class NodeCores:
 
 @dataclass(frozen=True)
 class CoreBinding:
-    """Binding of a node's ranks to cores."""
+    """Number of cores to which each rank of a node is bound, or the reason why ranks are not bound."""
 
     ranks_per_node: int | None
     cores: int | None  # per rank; None: ranks are not bound
@@ -67,7 +67,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables with which mpirun's internal srun may use all CPUs of the job, or {}."""
+    """Return {name: value} of environment variables with which mpirun's internal srun may use all CPUs of the job."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -181,7 +181,7 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the hardware threads of each core that has several, from the sysfs directory ``system``."""
+    """Return a tuple of the hardware threads of each core that has several. ``system``: sysfs directory of CPUs."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 

@@ -34,7 +34,7 @@ def boot_id() -> str:
 
 
 def process_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/``pid``/stat from field 3 (state) on. Raises OSError if the process has ended."""
+    """Return the list of fields of /proc/``pid``/stat from field 3 (state) on. Raises OSError for an ended process."""
     # "pid (name) state ppid ...": the name may contain anything, so split after the last bracket.
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
@@ -58,7 +58,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Send the signal ``number`` to process ``pid``, unless the process has ended."""
+    """Send the signal ``number`` to the process with id ``pid``, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -105,7 +105,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Split ``python``, the command that starts Python on the ranks, into words. None: this Python."""
+    """Return the command that starts Python on the ranks, as a list of words. ``python``: the user's text, or None."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; give the Python command of the ranks, e.g. --python /local/env/bin/python")
@@ -181,7 +181,7 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """If HOME is unset, set it to this user's home or a temporary directory: Open MPI needs it. Local."""
+    """If HOME is unset in ``environment``, set it to this user's home or a temporary directory, for Open MPI. Local."""
     if "HOME" not in environment:
         home = os.path.expanduser("~")  # from the user database, because HOME is not set
         environment["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()
@@ -194,7 +194,7 @@ def drop_empty(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
-    """Return True if srun started this ``rank`` of ``size`` ranks directly, not through mpirun. Local."""
+    """Return True if srun started this process as ``rank`` of ``size`` ranks directly, not through mpirun. Local."""
     announced = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
     return inside_srun(environment) and announced == (size, rank)
 
@@ -273,7 +273,7 @@ def restrict_to_loopback() -> None:
 
 
 def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Exclude MPI's TCP transports in ``environment`` if a plain mpirun started all ranks on this host. Local."""
+    """Disable MPI's TCP transports in ``environment`` if a plain mpirun started all ranks on this host. Local."""
     if environment.get(SURVIVE) or FAULT_TOLERANCE in environment:
         # With fault tolerance, new ranks need TCP.
         return

@@ -46,7 +46,7 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 
 
 def write_exit_code(code: int) -> None:
-    """Write the job's exit code to a file for `hpcdist run`. Every rank calls this at its end. Local."""
+    """Write the job's exit code to a file for `hpcdist run`. The first code wins. Called by every rank. Local."""
     # Ranks on other hosts than `hpcdist run` write nothing. The file keeps only the first code.
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -68,7 +68,7 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def announce_segments() -> None:
-    """List the files of this process's MPI in /dev/shm, so that `hpcdist run` can remove them after a kill. Local."""
+    """List this process's MPI files in /dev/shm for `hpcdist run`, which removes them after a kill. Local."""
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         with suppress(OSError):  # on another host the directory does not exist
@@ -140,7 +140,7 @@ class ImmediateExit:
         self._callbacks.append(callback)
 
     def switch(self, on: bool) -> None:
-        """Enable or disable the exit at the first stop signal. The first call must be in the main thread."""
+        """Set whether the first stop signal ends the process (``on``). The first call must be in the main thread."""
         if on and self._pipe is None:
             self._start()
         if on is not self.on:
@@ -194,12 +194,12 @@ class ImmediateExit:
 
 
 def announce_run(run_dir: Path) -> None:
-    """Report ``run_dir``, the run directory, to `hpcdist run`. Local; call on rank 0."""
+    """Write the path of the run directory to the file that `hpcdist run` reads. Local; call on rank 0."""
     _write_note(RUN_FILE, str(run_dir))
 
 
 def announce_completion(resume_instructions: str) -> bool:
-    """Report the end of training to `hpcdist run`, with instructions to resume. Return True on success."""
+    """Write a note for `hpcdist run` that training has ended, with instructions to resume. Return True on success."""
     return _write_note(STOPPED_FILE, resume_instructions) and _write_note(RUN_FILE, "")
 
 
@@ -213,7 +213,7 @@ def _write_note(name: str, text: str) -> bool:
 
 
 def read_announcements(folder: Path) -> tuple[str, str]:
-    """Return (run directory, instructions to resume the training) from ``folder``. A missing text is ""."""
+    """Return (run directory, resume instructions), the notes that ranks wrote in ``folder``. A missing note is ""."""
     texts = ["", ""]
     for index, name in enumerate((RUN_FILE, STOPPED_FILE)):
         with suppress(OSError, ValueError):

@@ -38,7 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command-line options of one type of launcher. An empty tuple means that the launcher has no such option."""
+    """Command-line options of one type of launcher. () means that the launcher has no such option."""
 
     name: str
     program: tuple[str, ...]
@@ -122,7 +122,7 @@ _PATIENCE_S: Final = 300
 
 
 def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> LauncherKind:
-    """Return the launcher ``name``. "auto" means $HPCDIST_LAUNCHER, or mpirun if the variable is unset."""
+    """Return the `LauncherKind` of the launcher ``name``. "auto" means $HPCDIST_LAUNCHER, or mpirun if it is unset."""
     chosen = environment.get(VARIABLE) or MPIRUN.name if name == AUTO else name
     if chosen in KINDS:
         return KINDS[chosen]
@@ -132,7 +132,7 @@ def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> Launch
 
 
 def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environment`` for the restart of srun in the same Slurm job."""
+    """Return a copy of ``environment`` with which srun can be started again in the same Slurm job."""
     kept = {name: value for name, value in environment.items() if name not in _MEMORY}
     # The new step may share cores and memory with the old step: after a node crash, the old step keeps both until Slurm
     # declares the node down.
@@ -146,13 +146,13 @@ def _suggestion(name: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Starter:
-    """Builder of command lines of the launcher ``kind`` for the ranks and cores in ``layout``."""
+    """Builder of command lines for the launcher ``kind``. ``layout``: requested ranks, cores and PMI type."""
 
     kind: LauncherKind
     layout: LaunchRequest
 
     def settings(self) -> dict[str, str]:
-        """Return the environment variables to add for the launcher and its ranks."""
+        """Return {name: value} of environment variables to set for the launcher and the ranks."""
         return mpirun.common_settings(self.layout.cpus_per_task or 1)
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
@@ -187,7 +187,7 @@ class Starter:
         return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
 
     def unbound(self, options: Sequence[str]) -> str:
-        """Return the reason why ranks are not bound to cores with the user's ``options``, or ""."""
+        """Return the reason why ranks are not bound to cores, or "". ``options``: the user's launcher options."""
         return ""
 
     def check(self) -> None:

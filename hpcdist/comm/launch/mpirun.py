@@ -65,7 +65,7 @@ _UNHEEDING_CODE: Final = (  # with older coreutils
 
 @dataclass(frozen=True)
 class Launcher:
-    """An mpirun: its path, its vendor (or UNKNOWN), and its version."""
+    """An mpirun or mpiexec: its path, vendor (or UNKNOWN) and version."""
 
     path: Path
     vendor: str
@@ -101,7 +101,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Launcher:
 
 
 def candidates(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return every mpirun and mpiexec next to this Python and on PATH, in the order of preference."""
+    """Return a list of the paths of every mpirun and mpiexec next to this Python and on PATH, the preferred first."""
     folders = [str(Path(sys.executable).parent), *environment.get("PATH", "").split(os.pathsep)]
     paths = [shutil.which(name, path=folder) for folder in folders if folder for name in NAMES]
     return list(dict.fromkeys(Path(path) for path in paths if path))
@@ -145,7 +145,10 @@ def command(
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return the mpirun command for ``program``. ``settings``: variables to export. ``extra``: user options."""
+    """Return the mpirun command line that starts ``program`` on ``ranks`` ranks, as a list of words.
+
+    ``settings``: environment variables to export. ``extra``: the user's mpirun options.
+    """
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
         # The UCX one-sided component of the wheels prints a warning at every start; windows work without it.
@@ -205,7 +208,10 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return variables that make Open MPI 5 use ``folder`` for sessions and a new folder for shared memory, or {}."""
+    """Return environment variables that make Open MPI 5 keep session files in ``folder``, or {} for another MPI.
+
+    Shared-memory files get a new directory. ``options``: the user's mpirun options.
+    """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
     # Folders that the environment, `options` or a parameter file set are not changed.
@@ -285,7 +291,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return a text for users about the signals that mpirun and `hpcdist run` pass to the ranks."""
+    """Return a help text about the signals that mpirun and `hpcdist run` forward to the ranks."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
@@ -312,20 +318,20 @@ def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = 
 
 
 def binds(launcher: Launcher, options: Sequence[str] = ()) -> bool:
-    """Return True if ``launcher`` can bind ranks, and the user's ``options`` set no binding."""
+    """Return True if ``launcher`` can bind ranks to cores, and the user's ``options`` do not set a binding."""
     names = {f"-{option.partition('=')[0].lstrip('-')}" for option in options}
     return launcher.vendor in (OPEN_MPI, MPICH) and not names & _BINDING
 
 
 def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> list[str]:
-    """Return options to use only ``hosts`` of the allocation, with ``ranks`` ranks per host (None: any number)."""
+    """Return mpirun options that restrict the job to ``hosts``, with ``ranks`` ranks per host (None: any number)."""
     if launcher.vendor == OPEN_MPI:
         return ["--host", ",".join(f"{host}:{ranks or '*'}" for host in hosts)]
     return ["-hosts", ",".join(hosts)]
 
 
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables of the ranks. ``threads``: number of threads per rank."""
+    """Return {name: value} of the ranks' environment variables under mpirun. ``threads``: threads per rank."""
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -333,7 +339,7 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables of the ranks for any launcher. ``threads``: number of threads per rank."""
+    """Return {name: value} of the ranks' environment variables for any launcher. ``threads``: threads per rank."""
     # Variables that are already set keep their values. If SLURM_EXPORT_ENV is set, srun must pass all variables.
     added = {name: str(threads) for name in THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added  # undoes --export=NONE

@@ -29,7 +29,10 @@ class NodePool(Protocol):
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait until the job has enough nodes. Return the stop signal that ended the wait, or None."""
+        """Wait until the job has enough nodes. Return the stop signal that ended the wait, or None.
+
+        ``pause(seconds)``: function that waits. ``say(text)``: function that prints progress.
+        """
 
     def shortage(self) -> str:
         """Return the reason why too few nodes are left to start the job again, or "" if enough are left."""
@@ -44,7 +47,10 @@ def repeat(
     give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
-    """Run a job by ``start(n)``, and restart it up to ``max_restarts`` times after failures. Return the exit code."""
+    """Run a job by ``start(number)``, and restart it up to ``max_restarts`` times after failures. Return the exit code.
+
+    ``checkpoints()``: checkpoints found, newest first. ``pause(seconds)``: waits. ``say``, ``give_up``: print a text.
+    """
     # No restart after two starts in a row without a new checkpoint. The exit code is 75 if too few nodes are left.
     # `pause` returns the stop signal that ended the wait, or None.
     fruitless = pauses = 0

@@ -58,7 +58,7 @@ _descriptors: dict[str, _Descriptor] = {}
 
 
 def protect() -> None:
-    """Drop data if writing to stderr fails, instead of raising an error. Open closed descriptors 0 to 2. Local."""
+    """Make writes to stderr never fail: data is dropped instead. Open descriptors 0 to 2 if they are closed. Local."""
     closed = _open_closed()
     for name, number in _NUMBERS.items():
         stream = getattr(sys, name)
@@ -131,7 +131,7 @@ class Relay:
 
     @property
     def ended(self) -> bool:
-        """True if all output has been forwarded and all processes have closed the pipes."""
+        """True if the forwarding is complete: all processes have closed the pipes, and all output is printed."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:

@@ -73,7 +73,7 @@ class LaunchOutcome:
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait ``seconds``, or until a stop signal. Return the signal, or None after the whole time."""
+    """Wait ``seconds`` seconds, or until a stop signal arrives. Return the signal, or None if there was no signal."""
     # Call this function in a `signals_held` block.
     until = time.monotonic() + seconds
     while True:
@@ -107,7 +107,7 @@ class _PendingSignal:
 
 @dataclass(eq=False)
 class Supervision:
-    """Supervisor of a launcher command, which forwards signals to the ranks. Create it inside `signals_held`."""
+    """Supervisor of a launcher process, which forwards signals to its ranks. Create it inside `signals_held`."""
 
     line: Sequence[str]  # the launcher command
     environment: Mapping[str, str]

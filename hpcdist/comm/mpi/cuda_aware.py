@@ -63,7 +63,7 @@ def cache_path(key: Mapping[str, Any]) -> Path:
 
 
 def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the cached (operations that accept GPU pointers, reason) for ``key``, or None."""
+    """Read a test result from the cache. Return (operations that accept GPU pointers, reason), or None."""
     try:
         path = cache_path(key)
         content = json.loads(user_cache.read(path))
@@ -133,7 +133,7 @@ class DevicePointerSupport:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """Result of a child process."""
+    """Lines printed by a child process, and a text about its failure, or "" after success."""
 
     lines: tuple[str, ...]  # printed by the child
     end: str  # how the child failed, or "" after exit code 0
@@ -199,7 +199,10 @@ def probe_cached(
 def probe(
     environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
 ) -> DevicePointerSupport:
-    """Test in child processes which MPI operations accept pointers to memory of ``on`` ("gpu" or "cpu"). Local."""
+    """Test in child processes which MPI operations accept pointers to memory of ``on`` ("gpu" or "cpu"). Local.
+
+    ``run``: function that runs a child process. ``ends_at``: time limit on the monotonic clock.
+    """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
     clean = stripped(environment) | {DEVICE_VARIABLE: str(device.index()) if on == "gpu" else "cpu"}
@@ -271,7 +274,7 @@ def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[st
 
 
 def stripped(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without the variables of this job's launcher."""
+    """Return a copy of ``environment`` without the variables of this job's launcher, for child processes."""
     return {
         name: value
         for name, value in environment.items()

@@ -24,7 +24,7 @@ _STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)
 
 
 class Members:
-    """The processes of a communicator whose ranks are on one node. Detects failed processes."""
+    """Detector of failed processes among the ranks of a communicator that are all on one node."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm

@@ -25,7 +25,7 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", *THREAD_VARIABLES, "NUMBA_")
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Properties of a rank that all ranks exchange when new ranks have joined."""
+    """Name, host and settings of a rank, which all ranks exchange when new ranks have joined."""
 
     host: str
     name: str = ""
@@ -35,7 +35,10 @@ class SpawnMember:
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` Python processes, which call `join_parent`. Return the communicator of all ranks. Collective."""
+    """Start ``count`` Python processes, which call `join_parent`. Return the communicator of all ranks. Collective.
+
+    ``arguments``: Python command line. ``label``: name of the new communicator.
+    """
     assert isinstance(comm, Communicator)
     if count < 1:
         raise UsageError(f"the number of processes to start must be at least 1, got {count}")
@@ -74,7 +77,7 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the simulated node number of each rank in ``members``, or all None without simulated nodes. Local."""
+    """Return a list of the simulated node number of each rank in ``members``, all None without simulation. Local."""
     nodes = [member.declared_node for member in members]
     declared = [node for node in nodes if node is not None]
     for rank, node in enumerate(nodes):
@@ -86,7 +89,7 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
 
 
 def sleep_until_message(comm: Communicator, every_s: float) -> Message:
-    """Poll every ``every_s`` seconds for a message. Return the message, which is not received yet. Local."""
+    """Poll every ``every_s`` seconds until a message arrives. Return its handle, whose `recv` receives it. Local."""
     failfast.set_recovery_limit(None)
     while (message := comm.poll()) is None:
         time.sleep(every_s)

@@ -44,7 +44,7 @@ def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def is_revoked(mpi: Any, comm: Any) -> bool:
-    """Return True if ``comm`` was revoked or freed, so that no collective call may use it. Local."""
+    """Return True if the mpi4py communicator ``comm`` was revoked or freed. Collectives must not use it. Local."""
     return not comm or (is_enabled(mpi) and bool(comm.Is_revoked()))
 
 
@@ -62,7 +62,7 @@ def agree(mpi: Any, comm: Any, flag: bool) -> bool:
 
 
 def shrink(mpi: Any, comm: Any) -> Any:
-    """Return a communicator of the surviving ranks of ``comm``. Collective over the survivors."""
+    """Return a new mpi4py communicator of the surviving ranks of ``comm``. Collective over the survivors."""
     while True:
         # If a failure interrupts the creation of a communicator, Open MPI 5 does not mark its allocation of a context
         # id as ended: a later creation from a communicator with a larger id then waits for ever. Creating a
@@ -118,7 +118,7 @@ def _merge(mpi: Any, intercomm: Any, late: bool) -> Any:
 
 
 def allgather_objects(mpi: Any, comm: Any, value: Any) -> list[Any]:
-    """Return the ``value`` of each rank. With ULFM, raises an error after a rank failure. Collective."""
+    """Return the list of all ranks' ``value``. With ULFM, a rank failure raises an error on every rank. Collective."""
     if not is_enabled(mpi):
         return list(comm.allgather(value))
     pickled = np.frombuffer(pickle.dumps(value), np.uint8)

@@ -32,7 +32,7 @@ RECORDS_KEPT_S: Final = 14 * 86400.0  # longer than a job: older records are fro
 
 
 class World:
-    """All ranks of a job, as returned by `init`. Methods are collective. Properties are local."""
+    """All ranks of a job, as returned by `hpcdist.init`. Methods are collective. Properties are local."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -113,7 +113,7 @@ class World:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Convert ``value``, such as a numpy integer, to int. Raises UsageError, which names ``name``. Local."""
+    """Return ``value``, such as a numpy integer, as int. ``name``: name of the argument for the UsageError. Local."""
     try:
         return operator.index(value)
     except TypeError:
@@ -176,7 +176,7 @@ def _remove_old_records(parent: Path) -> None:
 
 
 def end_records(call: Callable[[], Value]) -> Value:
-    """Call ``call()`` as the last recorded operation of the program, and return its result. Collective."""
+    """Return ``call()``, run as the last recorded operation of the program. Collective."""
     if not _worlds:
         return call()
     session = _worlds[0].session

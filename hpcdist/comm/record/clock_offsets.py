@@ -26,7 +26,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class ClockReading:
-    """Comparison of the clock of a host with the clock of rank 0."""
+    """Measured offset of a host's clock to the clock of rank 0, with the round-trip time of the measurement."""
 
     host: int
     t_ns: int  # time of rank 0's clock
@@ -41,7 +41,7 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class HostTable:
-    """Hosts of a job: names, boot ids, and the host index of each rank."""
+    """Hosts of a job: names and kernel boot ids by host index, and the host index of each rank."""
 
     of_rank: tuple[int, ...]  # host index of each rank
     names: tuple[str, ...]  # by host index
@@ -71,7 +71,7 @@ class HostClocks:
         self._measured = -math.inf
 
     def due(self, every_s: float = EVERY_S) -> bool:
-        """Return True on rank 0 if the last `measure` was at least ``every_s`` seconds ago, else False. Local."""
+        """Return True on rank 0 if `measure` must run again, after ``every_s`` seconds. False on other ranks. Local."""
         return self._is_first and time.monotonic() - self._measured >= every_s
 
     def measure(self, rounds: int = ROUNDS) -> tuple[ClockReading, ...]:
@@ -85,7 +85,10 @@ class HostClocks:
 def measure_offsets(
     comm: Communicator, clock: Callable[[], int], rounds: int = ROUNDS, flat: int = FLAT
 ) -> tuple[ClockReading, ...]:
-    """Compare each rank's ``clock`` with rank 0's clock. Return one reading per rank on rank 0, else (). Collective."""
+    """Compare each rank's ``clock`` (in ns) with rank 0's. Return one reading per rank on rank 0, else (). Collective.
+
+    ``rounds``: round trips per rank. Above ``flat`` ranks, other ranks relay the comparison.
+    """
     # The fastest of `rounds` round trips counts. If a rank is measured through a head, both error bounds add up.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1
     head = comm.rank - comm.rank % size

@@ -77,7 +77,7 @@ def size_bytes(capacity: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorCall:
-    """A call on a communicator."""
+    """A call on a communicator: operation, dtype, size, peer, tag and call site."""
 
     comm: str
     op: str
@@ -105,7 +105,7 @@ class CommunicatorCall:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent(CommunicatorCall):
-    """A recorded call, with times in wall-clock nanoseconds."""
+    """A recorded call on a communicator, with its start and end time in wall-clock nanoseconds."""
 
     index: int
     started_ns: int
@@ -114,7 +114,7 @@ class RecordedEvent(CommunicatorCall):
 
 @dataclass(frozen=True)
 class RankNote:
-    """A text about a rank's state, such as its end, with its time in wall-clock ns."""
+    """A note about a rank's state, such as its end: its text, and its time in wall-clock nanoseconds."""
 
     time_ns: int
     text: str
@@ -150,7 +150,7 @@ class RankRecord:
         return max([self.started_ns, self.beat_ns, *ends, *(note.time_ns for note in self.notes.values())])
 
     def event(self, token: int) -> RecordedEvent | None:
-        """Return the operation with the recorder's ``token``, or None if it has ended."""
+        """Return the operation in flight with the number ``token`` from `Recorder.begin`, or None if it has ended."""
         return next((event for event in self.open_events if event.index % self.capacity == token), None)
 
     def process_state(self) -> str | None:
@@ -170,7 +170,7 @@ def read(path: Path) -> RankRecord:
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
-    """Return the content of a recorder file. A StorageError names the file type ``kind``."""
+    """Return the content of the recorder file ``path``. ``kind``: type of the file, for the StorageError."""
     try:
         return regular.read(path, MOST_BYTES)
     except OSError as error:
@@ -178,7 +178,10 @@ def read_bytes(path: Path, kind: str) -> bytes:
 
 
 def check_header(path: Path, versions: tuple[int, int], nbytes: int, least_bytes: int, rank: int, world: int) -> None:
-    """Raise StorageError if a recorder file has a wrong version, size or rank. ``versions``: (found, supported)."""
+    """Raise StorageError if the header of recorder file ``path`` has a wrong version, size, rank or world size.
+
+    ``versions``: (found, supported). ``nbytes``: size of the file. ``least_bytes``: smallest valid size.
+    """
     version, supported = versions
     if version != supported or nbytes < least_bytes:
         raise StorageError(
@@ -249,7 +252,7 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the files of ranks >= ``ranks`` from ``folder``, which an earlier job with more ranks left. Local."""
+    """Remove the files of ranks >= ``ranks`` from ``folder``. They are from an earlier job with more ranks. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
@@ -389,16 +392,16 @@ class Recorder(EventSink):
         self._words[NEXT_BEAT] = next_ns
 
     def running(self) -> list[tuple[int, int]]:
-        """Return (start in monotonic ns, token) for each operation in flight, the earliest first."""
+        """Return a list of (start in monotonic ns, token), one for each operation in flight, the earliest first."""
         return sorted((start, token) for token, start in list(self._open.items()))
 
     def describe(self, token: int) -> str:
-        """Return one line of text that describes the operation in flight with ``token``."""
+        """Return one line of text about the operation in flight with the number ``token``."""
         event = parse(bytes(self._map), self.path).event(token)
         return "an operation that has just ended" if event is None else str(event)
 
     def communicator(self, token: int) -> str:
-        """Return the communicator name of the operation with ``token``, or "" if the operation has ended."""
+        """Return the communicator name of the operation with the number ``token``, or "" if it has ended."""
         event = parse(bytes(self._map), self.path).event(token)
         return "" if event is None else event.comm
 

@@ -52,7 +52,7 @@ _LATEST_S: Final = 1e11  # largest plausible time, in seconds since 1970
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """Entry of a run's journal: an ``event`` such as "start" or "submitted", and the further ``values`` of its line."""
+    """Entry of a run's journal: its ``time``, its ``event`` such as "start", and other ``values`` by key."""
 
     time: datetime
     event: str
@@ -81,7 +81,7 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class StartEntry:
-    """A start of a run: one execution of the training."""
+    """One start of a run, from its begin to its end or restart: times, outcome and number of deaths."""
 
     began: float  # in seconds since 1970
     seen: float  # time of the last sign of life, in seconds since 1970
@@ -92,12 +92,12 @@ class StartEntry:
 
     @property
     def seconds(self) -> float:
-        """Time from the begin to the last sign of life in seconds; 0 if the clock was set back."""
+        """Time in seconds from the begin of this start to its last sign of life; 0 if the clock was set back."""
         return max(0.0, self.seen - self.began)
 
 
 class StartRecord:
-    """Writer of the events of this start into the journal of ``directory``. The constructor writes `start`. Local."""
+    """Writer of this start's events into the journal in ``directory``. The constructor writes `start`. Local."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:
         if launch is None:
@@ -120,7 +120,7 @@ class StartRecord:
 
     @property
     def seconds(self) -> float:
-        """Total length of all starts of the run in seconds, including this start until now."""
+        """Total duration of all starts of the run in seconds, including this start until now."""
         now = replace(self.current, seen=self._clock())
         return sum(start.seconds for start in (*self.before, now))
 
@@ -130,12 +130,12 @@ class StartRecord:
         return self.seconds / (self.failures + 1)
 
     def alive(self, always: bool = False) -> None:
-        """Record that the run is alive. Writes at most every `HEARTBEAT_S` seconds, or each time if ``always``."""
+        """Record in the journal that the run is alive, at most every `HEARTBEAT_S` seconds. ``always``: in any case."""
         if always or not 0 <= self._clock() - self.current.seen < HEARTBEAT_S:
             self._write(ALIVE)
 
     def survived(self, deaths: int) -> None:
-        """Record that ``deaths`` ranks died, and that the run continues."""
+        """Record in the journal that ``deaths`` ranks died, and that the run continues."""
         self.current = replace(self.current, deaths=self.current.deaths + deaths)
         self._write(DIED, deaths=deaths)
 
@@ -174,7 +174,7 @@ def append(run_dir: Path, event: str, seconds: float | None = None, **values: An
 
 
 def append_line(path: Path, values: Mapping[str, Any]) -> None:
-    """Append ``values`` as one JSON line to the file ``path``. Raises OSError, also if ``path`` is a link."""
+    """Append a line to the file ``path``: the dict ``values`` as JSON. Raises OSError, also if ``path`` is a link."""
     line = json.dumps(values, separators=(", ", ": ")) + "\n"
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o666)
@@ -190,7 +190,7 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read(run_dir: Path) -> list[JournalEntry]:
-    """Return all entries of the journal in ``run_dir``, or [] if there is no journal. Raises StorageError."""
+    """Return the list of all entries of the journal in ``run_dir``, or [] without a journal. Raises StorageError."""
     path = run_dir / JOURNAL_FILE
     try:
         values = [*_old_values(run_dir), *_values(path)]
@@ -202,7 +202,7 @@ def read(run_dir: Path) -> list[JournalEntry]:
 
 
 def starts(entries: Iterable[JournalEntry]) -> list[StartEntry]:
-    """Return the starts of a run, oldest first. ``entries``: the result of `read`."""
+    """Return the list of a run's starts (executions of the training), oldest first. ``entries``: result of `read`."""
     result: list[StartEntry] = []
     for entry in entries:
         seconds = entry.time.timestamp()
@@ -216,7 +216,7 @@ def starts(entries: Iterable[JournalEntry]) -> list[StartEntry]:
 
 
 def known_starts(run_dir: Path) -> list[StartEntry]:
-    """Return the starts of the run in ``run_dir``, or [] if its journal cannot be read."""
+    """Return the list of starts of the run in ``run_dir``, or [] if its journal cannot be read."""
     try:
         return starts(read(run_dir))
     except StorageError:

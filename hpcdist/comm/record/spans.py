@@ -122,14 +122,17 @@ class SpanSink:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Record the interval ``name`` from ``begin_ns`` to ``end_ns`` (of `now_ns`). For the arguments see `Span`."""
+        """Record the time interval ``name`` of phase ``phase``, from ``begin_ns`` to ``end_ns`` on the clock `now_ns`.
+
+        ``step``, ``microbatch``: their numbers. ``unit``: layer index in the model. -1: unknown.
+        """
 
 
 NULL_SPANS: Final = SpanSink()
 
 
 class Spans(SpanSink):
-    """Span sink that writes this rank's last ``capacity`` spans to the file ``path``, and keeps them for `drain`."""
+    """Span sink that keeps this rank's last ``capacity`` spans in the file ``path``, and new spans for `drain`."""
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = CAPACITY) -> None:
         assert capacity >= 1

@@ -40,7 +40,7 @@ class MessageTraffic(EventSink):
 
 @contextmanager
 def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
-    """Context manager: count the messages sent through ``comm`` and its subgroups. Yield the counter. Local."""
+    """Context manager that counts messages on ``comm`` and its derived communicators. Yields the counter. Local."""
     before = comm.events
     traffic = MessageTraffic(before)
     comm.events = traffic
@@ -76,13 +76,13 @@ class BytesMoved(NamedTuple):
     unknown: float = 0.0  # buffers passed to MPI's collectives, which do not report their traffic
 
     def described(self) -> str:
-        """Return text that lists each transport with its bytes. Transports with 0 bytes are left out."""
+        """Return a text that lists the bytes by transport. Transports with 0 bytes are left out."""
         ways = ("in messages", "through shared memory", "by the MPI library")
         parts = [f"{format_bytes(round(nbytes))} {way}" for nbytes, way in zip(self, ways, strict=True) if nbytes]
         return ", ".join(parts) or "nothing"
 
     def since(self, before: "BytesMoved") -> "BytesMoved":
-        """Return the bytes moved since the earlier counts ``before``."""
+        """Return the bytes moved since an earlier time. ``before``: the counts of that time."""
         return BytesMoved(self.messages - before.messages, self.shared - before.shared, self.unknown - before.unknown)
 
 
@@ -177,7 +177,7 @@ class OperationTiming(EventSink):
         return mine
 
     def totals(self) -> Mapping[str, OperationTotal]:
-        """Return calls, seconds and bytes by operation since the creation of this object, over all threads. Local."""
+        """Return {operation: calls, seconds and bytes} since the creation of this object, over all threads. Local."""
         added: dict[str, OperationTotal] = {}
         for mine in self._threads.copy():  # copies, because the threads continue
             for op, kind in mine.kinds.copy().items():
@@ -191,7 +191,7 @@ class OperationTiming(EventSink):
         return sum(mine.sent_bytes for mine in self._threads.copy())
 
     def moved(self) -> BytesMoved:
-        """Return the bytes that left this rank since the creation of this object, by transport. Local."""
+        """Return the number of bytes that left this rank since the creation of this object, by transport. Local."""
         threads = self._threads.copy()
         return BytesMoved(self.sent_bytes, sum(mine.shared for mine in threads), sum(mine.unknown for mine in threads))
 

@@ -236,7 +236,10 @@ def run_threads(
     *,
     fault_tolerant: bool = False,  # ranks continue after a `RankDeath`
 ) -> list[Result]:
-    """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results, or raise the first error."""
+    """Call ``function(comm)`` in ``size`` threads, one per rank. Return the list of results, or raise the first error.
+
+    ``ranks_per_node``: size of simulated nodes, or None. ``deadline_s``: longest wait in seconds.
+    """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size
 

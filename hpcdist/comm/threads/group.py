@@ -29,7 +29,7 @@ class ThreadMessage:
 
 @dataclass(eq=False)
 class PostedReceive:
-    """A posted receive, and its matched message or None. Receives match in the order of posting, as in MPI."""
+    """A posted receive, and the message that it has matched, or None. Receives match in posting order, as in MPI."""
 
     peer: int
     tag: int
@@ -42,7 +42,7 @@ class PostedReceive:
 
 @dataclass
 class SurvivorAgreement:
-    """An agreement of the surviving ranks: the flag of each rank, and the ranks alive at the decision."""
+    """An agreement of the surviving ranks: each rank's flag, and the ranks that are alive when it is complete."""
 
     number: int
     brought: dict[int, bool] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class SurvivorAgreement:
 
 @dataclass
 class ThreadGroup:
-    """State that the threads of one communicator share."""
+    """State of one communicator that the threads of its ranks share: messages in flight, failures and deadline."""
 
     members: tuple[int, ...]  # world ranks, in rank order
     deadline_s: float
@@ -89,7 +89,7 @@ class ThreadGroup:
         return group
 
     def abort(self) -> None:
-        """Wake every thread that waits in this group or in a group derived from this group."""
+        """Wake all threads that wait in this group or in its derived groups, because a rank has failed."""
         self.stop()
         for child in self._all_children():
             child.abort()
@@ -134,12 +134,12 @@ class RankDeath(BaseException):
 
 
 def register_rank(group: ThreadGroup, member: int) -> None:
-    """Let a `RankDeath` in this thread mark world rank ``member`` as dead. Local."""
+    """If this thread raises `RankDeath`, mark the world rank ``member`` of ``group`` as dead. Local."""
     _rank_life.end = lambda: group.mark_dead(member)
 
 
 class FailureDetector:
-    """Detector of failed ranks, for rank ``rank`` of ``group``. ``name``: name of the communicator."""
+    """Detector of failed ranks of ``group``, as rank ``rank`` sees it. ``name``: communicator name in errors."""
 
     def __init__(self, group: ThreadGroup, rank: int, name: str) -> None:
         self._group, self.rank, self._name = group, rank, name
@@ -154,7 +154,10 @@ class FailureDetector:
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDiedError if the communicator was revoked, or a needed rank is dead. Arguments: see `check`."""
+        """Raise RankDiedError if the communicator was revoked, or rank ``peer`` (None or ANY: any rank) is dead.
+
+        ``what``: name of the operation, for the error.
+        """
         group = self._group
         if not group.dead and not group.revoked:
             return
@@ -208,7 +211,7 @@ class FailureDetector:
 
 
 class CompletedRequest:
-    """A request that is already complete at its creation."""
+    """A request that is complete from the beginning, for an operation that ends at once."""
 
     def wait(self) -> None:
         """Return immediately."""
@@ -218,7 +221,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight into ``message``. ``arrived(posted)`` waits for the message and returns it."""
+    """A posted receive into ``message``. ``arrived(posted)`` waits for its message and returns it."""
 
     def __init__(
         self,
@@ -241,7 +244,7 @@ class ReceiveRequest:
 
 
 class ProbedMessage:
-    """A message reserved by a probe, so that no other receive can match it."""
+    """A message that a probe has reserved in the queue of this rank, so that no other receive can match it."""
 
     def __init__(self, envelope: ThreadMessage, handover: Handover) -> None:
         self._envelope, self._handover = envelope, handover
@@ -278,7 +281,7 @@ class ThreadBlock:
 
 
 def deliver(envelope: ThreadMessage, message: Array) -> None:
-    """Copy the payload of ``envelope`` into ``message``. Raises CommunicationError if the sizes differ."""
+    """Copy the payload of ``envelope`` into the array ``message``. Raises CommunicationError if the sizes differ."""
     check_size(envelope.payload.nbytes, envelope.source, envelope.tag, message)
     message.view(np.uint8)[...] = envelope.payload
 

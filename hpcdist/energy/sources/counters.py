@@ -112,7 +112,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Add the reading ``value`` at the time ``now_ns``, unless the estimate is final."""
+        """Take the reading ``value`` at the time ``now_ns`` into account, unless the estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -121,7 +121,7 @@ class UpdateInterval:
             self._changed_ns = [*self._changed_ns[:1], now_ns]
 
     def settled(self, now_ns: int) -> bool:
-        """Return True if the estimate ``update_s`` is final at the time ``now_ns``."""
+        """Return True if the estimate of the update interval is final at the time ``now_ns``."""
         if self._began_ns is None:
             return False
         return self.changes >= PROBED_CHANGES and now_ns - self._began_ns >= PROBE_NS

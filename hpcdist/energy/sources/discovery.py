@@ -48,7 +48,11 @@ class NodeSources:
 def claim_gpus(
     config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
 ) -> GpuClaim:
-    """Return the GPUs that this rank uses, or the reason why they are unknown. ``bus_id`` None: CPU rank. Local."""
+    """Return the GPUs that this rank uses, or the reason why they are unknown, as a `GpuClaim`. Local.
+
+    ``bus_id``: PCI address of the rank's GPU, or None on the CPU. ``environment``: environment variables. ``process``:
+    process to store in the result.
+    """
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and VISIBLE_GPUS not in environment):
         return GpuClaim(process=process)

@@ -33,7 +33,7 @@ def cuda_visible(
 ) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, or () if it is unset. Raises MissingCapabilityError.
 
-    ``gpus``: GPUs of the node. ``parent``: the method `NvmlDriver.parent`.
+    ``gpus``: GPUs of the node. ``environment``: environment variables. ``parent``: the method `NvmlDriver.parent`.
     """
     # As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list. An index is
     # ambiguous if CUDA may number the GPUs in another order than NVML.
@@ -237,7 +237,7 @@ class NvmlDriver:
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
 
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
-        """Return the energy counter of a GPU. A GPU older than Volta gets a counter that integrates power.
+        """Return the energy counter of the GPU ``uuid``. A GPU older than Volta gets a counter that integrates power.
 
         ``ranks``: number of ranks that use the GPU. ``interval_s``: seconds between readings. Raises
         MissingCapabilityError.

@@ -101,7 +101,7 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add the files with these names to the files that `value` reads at the same moment."""
+        """Add file names to the set of files that `value` reads at the same moment."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 

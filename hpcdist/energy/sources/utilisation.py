@@ -80,7 +80,11 @@ class TdpProcessors(NoPowerReading):
 def tdp_gpu(
     sensor: GpuSensor, about: SourceInfo, tdp_w: float, idle_fraction: float, interval_s: float
 ) -> IntegratedPower:
-    """Return a GPU energy counter that models the power by `power_w` from the utilisation of ``sensor``."""
+    """Return a GPU energy counter that models the power by `power_w` from the utilisation of ``sensor``.
+
+    ``about``: description of the GPU. ``tdp_w``, ``idle_fraction``: see `power_w`. ``interval_s``: seconds between
+    readings.
+    """
     declared = SourceInfo(about.model, about.ranks, note=about.note, declared=True)
 
     def power_mw() -> int:
@@ -107,7 +111,7 @@ class NetworkCounters:
         self.read()
 
     def read(self) -> tuple[int, int] | None:
-        """Return (bytes sent, bytes received) since construction, or None if no interface is readable. Local."""
+        """Return (bytes sent, bytes received) by this node since construction, or None if unreadable. Local."""
         # If a counter was reset, for example after a port went down, counting continues from its new value.
         now = self._counters()
         if not now:
@@ -202,7 +206,7 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return the utilisation since the last call: a float64 array of the figures in `COLUMNS`."""
+        """Return the utilisation since the last call: a float64 array with one value for each name in `COLUMNS`."""
         figures = dict.fromkeys(COLUMNS, math.nan)
         figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()

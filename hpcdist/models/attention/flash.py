@@ -56,7 +56,7 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``kv``: keys and values, or None if ``qkv`` has them. ``sums``, of shape (batch * heads, context), receives log2 of
+    ``kv``: keys and values, or None if ``qkv`` has them. ``sums``: output array (batch * heads, context) for log2 of
     the softmax sums. ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask, or None.
     """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
@@ -80,7 +80,7 @@ def fused_backward(
 ) -> None:
     """Write the gradients of ``inputs``, the pair (qkv, kv), to the pair of arrays ``gradients``, on a GPU.
 
-    ``dots``: result of `dots_of`. Other arguments: as for `fused_forward`.
+    ``dy``: gradient of the output. ``dots``: result of `dots_of`. Other arguments: as for `fused_forward`.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -201,7 +201,7 @@ class LocalAttention:
 def keep_for_backward(
     saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
-    """Store the inputs of an attention layer in ``saved``, for `begin_backward`."""
+    """Store the inputs and settings of an attention layer in ``saved``, for `begin_backward`."""
     seen = causal, window
     for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
@@ -247,7 +247,7 @@ class _Memory:
 
 
 class KeyRows:
-    """Views of the keys ``k`` and values ``v`` in ``kv``, or in ``qkv`` if ``kv`` is None."""
+    """Keys and values of attention as views ``k`` and ``v`` of the array ``kv``, or of ``qkv`` if ``kv`` is None."""
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
         # `pieces` has the token positions of the array's rows. `skipped` is the index of the array's first head among
@@ -258,7 +258,7 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Views of the gradients of keys and values in ``dkv``, or in ``dqkv`` if ``dkv`` is None."""
+    """Gradients of keys and values as views ``k`` and ``v`` of ``dkv``, or of ``dqkv`` if ``dkv`` is None."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
@@ -269,7 +269,7 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 
 
 class TiledForward:
-    """Attention forward pass that computes the scores in tiles of queries and keys. Local."""
+    """Forward pass of attention on one rank that computes the scores in tiles of queries and keys. Local."""
 
     def __init__(
         self, heads: Heads, saved: Saved, qkv: Array, y: Array, sums: Array, window: int, most: int = 0
@@ -326,7 +326,10 @@ class TiledForward:
                 kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
-        """Divide the output of a block of queries by its softmax sums, after the last `block` call."""
+        """Divide the output of the query block ``rows`` by its softmax sums, after the last `block` call.
+
+        ``chunk``: samples and heads to compute.
+        """
         # Arguments as for `block`.
         first, last, _ = rows
         kernels.divide_by_totals(
@@ -335,7 +338,7 @@ class TiledForward:
 
 
 class TiledBackward:
-    """Attention backward pass that recomputes the scores in tiles of queries and keys. Local."""
+    """Backward pass of attention on one rank that recomputes the scores in tiles of queries and keys. Local."""
 
     def __init__(
         self,
@@ -375,7 +378,11 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of the key block ``rows`` to ``gradients``. Add to the query gradients."""
+        """Write the key and value gradients of a block of keys, and add the block's terms to the query gradients.
+
+        ``chunk``: samples and heads. ``rows``: (first row, end row, token position) of the keys. ``keys``,
+        ``gradients``: all keys and their gradients. ``dropped``: dropout mask or None.
+        """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else span[0]  # earlier queries do not see these keys

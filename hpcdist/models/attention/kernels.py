@@ -35,7 +35,11 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 
 
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
-    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s."""
+    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s.
+
+    ``tile``: position of s in the scores. ``top``, ``total``: maximum and sum of each row. ``dots``: result of
+    `hpcdist.models.attention.flash.dots_of`.
+    """
     # s and d have the shape (pairs, rows, columns): sample and head, query, key. The gradient of s is scale p (d -
     # dots).
     if is_device(s):
@@ -129,7 +133,10 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, first_pair: int, first_token: int, shrink: Array) -> None:
-    """Set the block of attention output y at this (sample, head) pair and token to ``shrink`` * block + ``part``."""
+    """Multiply a block of attention output y by ``shrink``, and add ``part``, the output of another tile of keys.
+
+    The block begins at (sample, head) pair ``first_pair`` and token ``first_token``.
+    """
     # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first_token + i.
     if is_device(y):
         _add_rows_device(part, 1, y, heads, first_pair, 0, first_token, True, shrink)
@@ -140,7 +147,11 @@ def rescale_add(part: Array, y: Array, heads: int, first_pair: int, first_token:
 def divide_by_totals(
     y: Array, heads: int, first_pair: int, first_token: int, num_pairs: int, num_tokens: int, total: Array
 ) -> None:
-    """Divide a block of (sample, head) pairs and tokens of the attention output y by its softmax sums ``total``."""
+    """Divide a block of the attention output y by its softmax sums ``total``.
+
+    The block has ``num_pairs`` (sample, head) pairs from ``first_pair`` on, and ``num_tokens`` tokens from
+    ``first_token`` on.
+    """
     if is_device(y):
         size = y.shape[2] // heads
         n = num_pairs * num_tokens * size
@@ -151,7 +162,7 @@ def divide_by_totals(
 
 
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
-    """Write the sum of dy * y over the columns of each head to ``out``, of shape (batch * heads, tokens)."""
+    """Write sum(dy * y) over the columns of each head to ``out``, of shape (batch * heads, tokens)."""
     if is_device(y):
         batch, context, width = y.shape
         rows = batch * context * heads
@@ -163,7 +174,10 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, first_pair: int, column: int, first_token: int, add: bool
 ) -> None:
-    """Write or add the sums of ``part`` over ``groups`` query heads each to the ``heads`` key heads of ``target``."""
+    """Sum ``part`` over each group of ``groups`` query heads, and write the sums to ``target``, or add them.
+
+    ``heads``: key heads in ``target``. ``first_pair``, ``column``, ``first_token``: position of the sums in ``target``.
+    """
     # `part` has the shape (pairs * groups, rows, head size), `target` (batch, context, columns).
     if is_device(target):
         _add_rows_device(part, groups, target, heads, first_pair, column, first_token, add, None)

@@ -27,7 +27,7 @@ BEYOND: Final = 1 << 40  # larger than any token position
 
 @dataclass(frozen=True)
 class Heads:
-    """Number, size and layout of attention heads. Each of ``shared`` key heads is used by ``group`` query heads."""
+    """Number, size and layout of attention heads: ``group`` query heads use each of the ``shared`` key heads."""
 
     batch: int
     context: int
@@ -41,9 +41,9 @@ class Heads:
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """Return a view of the queries, keys or values (``part`` 0, 1 or 2) in the columns of x.
+        """Return a view of the queries, keys or values (``part`` 0, 1 or 2) in the columns of the array x.
 
-        Axes: samples, key heads, query heads per key head, tokens, columns of a head.
+        Its axes: samples, key heads, query heads per key head, tokens, columns of a head.
         """
         # keys and values: 1 head per key head
         group = self.group if of_queries else 1
@@ -84,7 +84,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """Heads and samples to compute together: all heads of some samples, or some heads of one sample."""
+    """Samples and heads that one attention kernel call computes: all heads of some samples, or some of one sample."""
 
     heads: Heads
     first_sample: int
@@ -153,7 +153,7 @@ Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, tok
 
 
 def consecutive_positions(rows: int) -> Pieces:
-    """Return the token positions of an array whose row i is the token at position i."""
+    """Return the token positions of an array with ``rows`` rows, whose row i is the token at position i."""
     # `rows` is the number of rows.
     return ((0, rows, 0),)
 
@@ -161,7 +161,11 @@ def consecutive_positions(rows: int) -> Pieces:
 def blocks(
     pieces: Pieces, longest: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield blocks of at most ``longest`` rows of [``first``, ``last``): (start, end, token position of the start)."""
+    """Yield blocks of at most ``longest`` rows as tuples (start, end, token position of the start).
+
+    ``pieces``: token positions of all rows. ``first``, ``last``: range of rows. ``places``: range of token positions;
+    blocks outside it may be left out.
+    """
     for begin, end, position in pieces:
         # Blocks outside the token positions `places` may be left out.
         low, stop = max(begin, first), end if last is None else min(end, last)

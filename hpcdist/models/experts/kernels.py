@@ -38,7 +38,8 @@ def count(chosen: Array, token_ranges: Array, counts: Array) -> None:
 def place(chosen: Array, token_ranges: Array, table: Array, buffer_rows: Array) -> None:
     """Write to ``buffer_rows[t, j]`` the row for choice j of token t, unless the expert is full. On a GPU.
 
-    ``table[s, r, e]``: first row and maximum number of rows for expert e in ``token_ranges[s, r]``.
+    ``chosen[t, j]``: expert. ``table[s, r, e]``: first row and maximum number of rows for expert e in ``token_ranges[s,
+    r]``.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, token_ranges, table, buffer_rows, n, table.shape[-2], chosen.shape[1],
@@ -89,7 +90,10 @@ def _collect(rows: Array, buffer_rows: Array, gates: Array, y: Array, *, gated: 
 
 
 def collect_backward(dy: Array, buffer_rows: Array, gates: Array, rows: Array, dgates: Array) -> None:
-    """Overwrite the expert outputs ``rows`` and ``dgates`` with the gradients of outputs and gates. On a GPU."""
+    """Compute the gradients of `collect` from dy on a GPU. They overwrite ``rows`` and ``dgates``.
+
+    ``rows``: on entry, the expert outputs. ``buffer_rows``, ``gates``: as for `collect`.
+    """
     _by_warps("collect_backward", buffer_rows.size, dy, buffer_rows, gates, rows, dgates, buffer_rows.size,
               buffer_rows.shape[1], rows.shape[1], real=rows.dtype)  # fmt: skip
 

@@ -77,39 +77,45 @@ class StayingRows:
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return an uninitialised array for the results to pass to `bring_back`. ``back``: True for gradients."""
+        """Return an uninitialised array for the expert outputs to pass to `bring_back`.
+
+        ``name``: key of the array in ``saved``. The keyword ``back`` is True for gradients.
+        """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
-        """Send the experts' results ``rows`` back to the ranks of their tokens. Return this rank's results."""
+        """Send the expert outputs ``rows`` back to the ranks of their tokens.
+
+        Return the rows of this rank's tokens, in the order of `send_out`. ``name``: key of the result in ``saved``.
+        """
         # in the order in which the tokens were sent
         return rows
 
 
 class WholeExperts:
-    """Tensor-parallel exchange for unsharded experts: nothing is sent. Base class for sharded experts."""
+    """Tensor-parallel part of expert layers with unsharded experts: nothing is sent. Base class for sharded experts."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the tokens x of all tensor-parallel ranks, of shape (batch, context, hidden)."""
+        """Return the tokens of all tensor-parallel ranks as (batch, context, hidden). ``x``: this rank's tokens."""
         return x
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
-        """Return an uninitialised array of this shape for this rank's partial expert output."""
+        """Return an uninitialised array of this shape and ``dtype`` for this rank's share of the expert output."""
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum the outputs ``partial`` over the tensor-parallel ranks, and return this rank's rows."""
+        """Sum the expert outputs ``partial`` over the tensor-parallel ranks. Return the rows of this rank's tokens."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the output gradients ``dy`` of all tensor-parallel ranks."""
+        """Return the output gradients for the tokens of all tensor-parallel ranks. ``dy``: this rank's gradients."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradients ``dx`` over the tensor-parallel ranks, and return this rank's rows."""
+        """Sum the input gradients ``dx`` over the tensor-parallel ranks, and return the rows of this rank's tokens."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
@@ -118,7 +124,7 @@ class WholeExperts:
 
 
 class WholeSamples:
-    """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class."""
+    """Position of this rank's tokens in samples that are not sharded. Context parallelism replaces this class."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
         """Return the number of tokens of a whole sample, and the ranges of this rank's ``tokens`` tokens in it."""
@@ -298,7 +304,7 @@ def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def matrices(stacked: Array) -> Array:
-    """View the stacked weights of all experts as an array of shape (experts, outputs, inputs)."""
+    """Return a view of the experts' stacked weights ``stacked``, of shape (experts, outputs, inputs)."""
     return stacked.reshape(len(stacked), -1, stacked.shape[-1])
 
 

@@ -31,7 +31,7 @@ EXTRA: Final = 4  # entries of `RouterState.seen` after the loads: dropped choic
 
 
 class RouterState:
-    """Load-balancing biases and statistics of the routers of all layers."""
+    """Biases that balance the experts' load, and statistics, of the routers of all layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.experts, self.per_token = config.experts, config.experts_per_token
@@ -66,7 +66,7 @@ class RouterState:
         return row
 
     def take(self) -> np.ndarray:
-        """Return the router statistics since the last call, one row per layer, and reset the statistics to 0."""
+        """Return the router statistics since the last call of `take`, one row per layer, and reset them to 0."""
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
             self._figures_there = None
@@ -101,14 +101,17 @@ def capacity(config: ModelConfig, context: int) -> int:
 def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -> None:
     """Choose k of E experts for each token, from the router ``logits`` of shape (tokens, E).
 
-    Writes expert indices to ``chosen`` and weights to ``gates``, both of shape (tokens, k). ``bias``: affects the
-    choice, not ``gates``. ``kind``: score function, "softmax" or "sigmoid".
+    ``bias``: added to the scores for the choice only. ``kind``: score function, "softmax" or "sigmoid". Outputs, of
+    shape (tokens, k): expert indices ``chosen`` and their weights ``gates``.
     """
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
 def count(chosen: Array, token_ranges: Array, experts: int) -> np.ndarray:
-    """Return the number of choices of each expert by the tokens of each range: int32 (samples, ranges, experts)."""
+    """Return an int32 array (samples, ranges, experts): the number of tokens of each range that chose each expert.
+
+    ``chosen``: expert indices (tokens, k). ``token_ranges``: (first, end) of each range, of shape (samples, ranges, 2).
+    """
     # Both arrays are on the same device.
     counts = backend.zeros(
         (*token_ranges.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu"
@@ -125,10 +128,10 @@ def place(
     capacities: np.ndarray,
     buffer_rows: Array,
 ) -> np.ndarray:
-    """Assign buffer rows, sorted by expert, to (token, expert) pairs. Return each expert's first row and the row count.
+    """Assign rows of a buffer, sorted by expert, to (token, expert) pairs. Return each expert's first row, and the end.
 
-    ``counts``, ``before``: pairs per expert in and before each token range. ``capacities``: largest number of pairs per
-    expert, by sample. ``buffer_rows`` receives the rows, or -1 for dropped pairs.
+    ``chosen``, ``token_ranges``: as for `count`. ``counts``, ``before``: pairs per expert in and before each range.
+    ``capacities``: maximum pairs per expert, by sample. ``buffer_rows``: output, -1 for dropped pairs.
     """
     # Shapes: `chosen` and `buffer_rows` (tokens, k), `token_ranges` (samples, ranges, 2), `counts` (from `count`) and
     # `before` (samples, ranges, experts), `capacities` (samples,). Later pairs are dropped. The rows of an expert are
@@ -158,8 +161,8 @@ def gradient_of_logits(
 ) -> None:
     """Overwrite the router ``logits`` with their gradient, and add the loss statistics of all tokens to ``loss_sums``.
 
-    ``chosen``, ``gates``: results of `choose`. ``dgates``: gradient of ``gates``. ``table``: expert loads and loss
-    coefficients, one row per sample.
+    ``chosen``, ``gates``, ``kind``: as for `choose`. ``dgates``: gradient of ``gates``. ``token_ranges``: as for
+    `count`. ``table``: expert loads and loss coefficients, one row per sample.
     """
     # `token_ranges`, of shape (samples, ranges, 2), has ranges [first, end); padding gets gradient 0. `table`, of shape
     # (samples, experts + 2), has each expert's fraction of the choices, then the coefficients of the balance loss and

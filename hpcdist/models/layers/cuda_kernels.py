@@ -27,22 +27,22 @@ PARTS: Final = 64  # largest number of parts of the rows in a sum over columns
 
 
 def gelu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write the GELU of x to y. If there is a ``bias``, first add it to each row of x in place."""
+    """Write the GELU of x to y. If ``bias`` is not None, first add it to each row of x in place."""
     _activate("gelu", x, y, bias)
 
 
 def gelu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x, the input of `gelu`, with its gradient, given the output gradient dy."""
+    """Overwrite x, the input of `gelu`, with the gradient of x. ``dy``: gradient of the output."""
     _elementwise("gelu_backward", x, x, dy)
 
 
 def relu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write max(x, 0) to y. If there is a ``bias``, first add it to x in place. NaN stays NaN."""
+    """Write max(x, 0) to y. If ``bias`` is not None, first add it to each row of x in place. NaN stays NaN."""
     _activate("relu", x, y, bias)
 
 
 def relu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x, the input of `relu`, with its gradient, given the output gradient dy."""
+    """Overwrite x, the input of `relu`, with the gradient of x. ``dy``: gradient of the output."""
     _elementwise("relu_backward", x, x, dy)
 
 
@@ -52,7 +52,7 @@ def swiglu(x: Array, y: Array, bias: Array | None = None) -> None:
 
 
 def swiglu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x, the input of `swiglu`, with its gradient, given the output gradient dy."""
+    """Overwrite x, the input of `swiglu`, with the gradient of x. ``dy``: gradient of the output."""
     grid = elementwise(dy.size, width_of(dy.dtype))
     ACTIVATION.launch("swiglu_backward", *grid, x, dy, dy.size, dy.shape[1], REAL=x.dtype)
 
@@ -78,12 +78,18 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Write the layer norm of x plus ``residual`` (added in place) to y, and each row's mean and 1 / deviation."""
+    """Write the layer norm of x to y, with ``scale``, ``bias`` and ``epsilon``. First add ``residual``, if any, to x.
+
+    ``statistics`` receives the mean and 1 / deviation of each row.
+    """
     _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
 
 def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
-    """Write the RMS norm of x plus ``residual`` (added in place) to y, and each row's 1 / (root mean square)."""
+    """Write the RMS norm of x to y, with ``scale`` and ``epsilon``. First add ``residual``, if any, to x.
+
+    ``statistics`` receives 1 / (root mean square) of each row.
+    """
     _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
 
 
@@ -105,7 +111,10 @@ def _norm(
 def norm_backward(
     dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, adds: bool, *sums: tuple[Array, bool]
 ) -> None:
-    """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds`` is True."""
+    """Write the gradient of x, the input of `norm` or `rms`, to dx. If ``adds`` is True, add it to dx instead.
+
+    ``scale``, ``statistics``: as for `norm`. ``*sums``: gradient arrays of scale and bias.
+    """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
     partial = namespace(x).empty((blocks, 2, hidden), accumulation_dtype(x.dtype))
@@ -126,7 +135,7 @@ def _join(partial: Array, into: Array, parts: int, pitch: int, add: bool) -> Non
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write the column sums of ``rows`` to ``into``, of shape (columns,), or add them if ``add`` is True."""
+    """Write the column sums of ``rows`` to ``into``, of shape (columns,), or add them to it if ``add`` is True."""
     count, columns = rows.shape
     parts = min(PARTS, max(1, count // 16), max(1, (1 << 22) // max(columns, 1)))
     partial = namespace(rows).empty((parts, columns), accumulation_dtype(rows.dtype))
@@ -136,7 +145,10 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
-    """Return the summed loss as a 0-d float64 array. Negative targets have no loss. Invalid targets give NaN."""
+    """Return the summed cross entropy of ``logits`` (tokens, classes) as a 0-d float64 array.
+
+    Negative targets have no loss. Other invalid targets give NaN. ``statistics`` receives the softmax sums.
+    """
     tokens, classes = logits.shape
     losses = namespace(logits).empty(tokens, np.float64)
     CROSS_ENTROPY.launch("cross_entropy", tokens, _threads(classes, logits), logits, targets, statistics, losses,
@@ -157,7 +169,7 @@ def _threads(columns: int, like: Array) -> int:
 
 
 def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> None:
-    """Copy row ``tokens[i]`` of ``table`` to row i of y, or fill row i with ``missing`` for an invalid token."""
+    """Copy row ``tokens[i]`` of ``table`` to row i of y. For an invalid token, fill row i with ``missing``."""
     vocabulary, hidden = table.shape
     grid = elementwise(y.size, width_of(y.dtype))
     EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, missing,

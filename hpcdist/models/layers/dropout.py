@@ -24,7 +24,7 @@ WORDS_PER_COUNTER: Final = 4  # 32-bit words that Philox makes of one counter, o
 
 
 def fits_counter(rows: int, columns: int) -> bool:
-    """Return True if a 32-bit counter suffices for random numbers of ``rows`` x ``columns`` elements."""
+    """Return True if a 32-bit counter can number the random words of a mask of ``rows`` x ``columns`` elements."""
     return rows * -(-columns // WORDS_PER_COUNTER) < 1 << 32
 
 
@@ -56,7 +56,7 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments for the position and shape of the mask."""
+        """Position and shape of the mask as five integer arguments for the dropout kernels."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 

@@ -150,7 +150,7 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 
 
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Apply the rotary angles ``turns`` to the first ``rotated`` columns of x, in place. ``sign`` -1 rotates back."""
+    """Rotate the first ``rotated`` columns of x by the angles ``turns``, in place. ``sign`` -1 rotates back."""
     _, context, columns = x.shape
     assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"
     assert turns.shape[0] == context

@@ -57,7 +57,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
 
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-    """Return the input gradient ``dy weight`` in scratch memory that all linear layers share."""
+    """Return the input gradient ``dy weight`` in scratch memory. The next call for any layer overwrites it."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)

@@ -78,7 +78,7 @@ class ObservedSeries:
 
 @dataclass(frozen=True)
 class EventNote:
-    """Text from an entry in the event log of a run, with the entry's kind, step and time."""
+    """Text from an entry in the event log of a run, with the kind, step and time of the entry."""
 
     step: int
     session: int

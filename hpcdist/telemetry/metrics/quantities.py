@@ -107,7 +107,7 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 
 @dataclass(frozen=True)
 class StepRow:
-    """Measurements of one training step on all ranks. A value that was not measured is NaN."""
+    """Measurements of one training step on all ranks. NaN means that a value was not measured."""
 
     # Among the names, ``data_s`` is the wait for the batch, ``exposed_s`` the wait for overlapped reductions, and
     # ``overlapped_s`` the time of these reductions.

@@ -177,7 +177,7 @@ MAX_SMALL_ROWS: Final = 200_000  # number of first rows read from a table withou
 
 @dataclass(frozen=True)
 class SampledMetrics:
-    """Metrics of a run. Columns with a value per rank are read only for a sample of the steps."""
+    """Metrics of a run. Columns with one value per rank are read only for the steps ``chosen``."""
 
     steps: dict[str, np.ndarray]  # columns with one value per step, for all steps
     chosen: np.ndarray  # (rows,) indices into the columns of ``steps``

@@ -212,7 +212,7 @@ class MetricsWriter:
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows to ``table``. Keyword arguments are its columns. The session number is added."""
+        """Append rows to ``table`` of the metrics file. Its columns are keyword arguments. The session is added."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ BINS: Final = 400  # largest number of bins of an area
 
 
 def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `POINTS` points of the line (``x``, ``y``): the extremes of ``y`` in intervals of ``x``."""
+    """Return (x, y) with at most `POINTS` points of a line: the extremes of ``y`` in intervals of ``x``."""
     if len(x) <= POINTS:
         return x, y
     parts = (POINTS - 2) // 2
@@ -101,7 +101,10 @@ def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
 
 
 def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Draw ``parts``, {name: y values at the x values ``at``}, as stacked areas. NaN counts as 0."""
+    """Draw ``parts``, {name: y values at the x values ``at``}, as stacked areas on ``axes``. NaN counts as 0.
+
+    ``colours``: {name: colour}.
+    """
     shown = {name: np.nan_to_num(part) for name, part in parts.items() if np.nansum(part) > 0}
     if len(at) == 1:  # one point has no area
         at, shown = np.array([at[0] - 0.5, at[0] + 0.5]), {name: np.repeat(part, 2) for name, part in shown.items()}
@@ -112,7 +115,10 @@ def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colo
 
 
 def mark_resumes(axes: Any, data: RunData, from_step: int = 0) -> None:
-    """Mark the first step of each restart from ``from_step`` on, unless there are more than `MAX_RESUMES` restarts."""
+    """Mark the first step of each restart from ``from_step`` on, unless there are more than `MAX_RESUMES` restarts.
+
+    ``axes``: chart to mark. ``data``: the run.
+    """
     marked = [step for step in data.sessions if step >= from_step]
     for step in marked if len(marked) <= MAX_RESUMES else ():
         axes.axvline(step, color=draw.MUTED, linewidth=0.7, alpha=0.8, linestyle=(0, (4, 3)))
@@ -137,12 +143,12 @@ def label_step_axis(axes: Any, y_label: str) -> None:
 
 
 def rows_note(run: SampledMetrics) -> str:
-    """Return a note that a chart shows sampled rows only, or "" if it shows all rows."""
+    """Return a note that a chart shows only some steps of ``run``, or "" if it shows all steps."""
     if run.complete:
         return ""
     return f"From {len(run.chosen):,} of {len(run.steps['step']):,} steps, spread evenly."
 
 
 def format_value(value: float | None, form: str = "{:.4f}") -> str:
-    """Return ``value`` formatted with the format string ``form``, or "not measured" for None."""
+    """Return the number ``value`` formatted with the format string ``form``, or "not measured" for None."""
     return "not measured" if value is None else form.format(value)

@@ -186,7 +186,11 @@ def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | N
 def write_table_page(
     file: Path, title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], svg: str, alt: str
 ) -> None:
-    """Write an HTML page with the table ``rows`` (headings first) and the plot ``svg``. Raises StorageError."""
+    """Write an HTML page with a table and a plot to ``file``. Raises StorageError.
+
+    ``rows``: lines of the table, headings first. ``notes``: lines below the table. ``svg``: the plot. ``alt``: its text
+    alternative.
+    """
     chart = Chart("plot", "", svg, alt=alt, wide=True)
     page = _render("table.html.j2", title=title, rows=rows, notes=notes, chart=chart)
     atomic.save(file, page.encode(errors="replace"), CURE)

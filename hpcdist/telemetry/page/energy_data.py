@@ -193,7 +193,7 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """Energy and power over time from one kind of energy counter (such as gpu). ``hours`` is the time axis."""
+    """Energy and power over time from one kind of energy counter, such as gpu. ``hours``: times of the values."""
 
     hours: np.ndarray
     joules: np.ndarray

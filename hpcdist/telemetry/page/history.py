@@ -27,7 +27,7 @@ UNKNOWN: Final = "not known"
 
 @dataclass(frozen=True)
 class LastRecord:
-    """Last note of a rank in its flight recorder file. ``kind`` is the type of the note, such as "finished"."""
+    """Last entry of a rank in its flight recorder file. ``kind``: type of the entry, such as "finished"."""
 
     rank: int
     kind: str
@@ -48,12 +48,12 @@ class RunState:
 
     @property
     def began(self) -> float | None:
-        """Begin time of the first start, or None if unknown."""
+        """Begin time of the first start of the run, or None if unknown."""
         return self.starts[0].began if self.starts else None
 
     @property
     def seen(self) -> float | None:
-        """Time of the last heartbeat, or None if unknown."""
+        """Time of the last heartbeat of the run, or None if unknown."""
         return self.starts[-1].seen if self.starts else None
 
     @property
@@ -63,7 +63,7 @@ class RunState:
 
 
 def read_state(run_dir: Path, now_ns: int) -> RunState:
-    """Return the state of the run in ``run_dir`` at time ``now_ns``. Reads small files, skips unreadable ones."""
+    """Return the state of the run in ``run_dir`` at wall-clock time ``now_ns``. Unreadable files are skipped."""
     entries: list[JournalEntry] = []
     with suppress(StorageError):
         entries = run_journal.read(run_dir)
@@ -150,7 +150,10 @@ class Incident:
 
 
 def read_incidents(run: SampledMetrics | None, state: RunState) -> list[Incident]:
-    """Return all incidents: starts, deaths, skipped steps, silent faults, anomalies and failures, ordered by step."""
+    """Return a list of all incidents of a run, ordered by step. ``run``: its metrics, or None.
+
+    ``state``: state of the run. Incidents are starts, deaths, skipped steps, silent faults, anomalies and failures.
+    """
     incidents = [*_failure_incidents(state), *_start_incidents(run, state)]
     if run is not None:
         incidents += [*_death_incidents(run), *_skip_incidents(run), *_fault_incidents(run), *_note_incidents(run)]

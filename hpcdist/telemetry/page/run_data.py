@@ -102,7 +102,7 @@ class RunData:
 
     @property
     def sessions(self) -> list[int]:
-        """First step after each resume of the run. Resumes without a completed step are left out."""
+        """List of the first step after each resume of the run. Resumes without a completed step are left out."""
         if self.run is None:
             return []
         steps = self.run.steps

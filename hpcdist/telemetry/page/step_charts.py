@@ -60,7 +60,7 @@ def _end(data: RunData) -> list[Chart]:
 
 
 def draw_loss(axes: Any, data: RunData, first: int = 0) -> None:
-    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss."""
+    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss on ``axes``."""
     assert data.run is not None
     rows, evaluations = data.run.steps, data.run.sample.evaluations
     steps, loss, window = rows["step"][first:], rows["loss"][first:], _window(len(rows["step"]))
@@ -217,7 +217,7 @@ def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]
 
 
 def draw_phases(axes: Any, data: RunData) -> None:
-    """Draw the stacked times of the phases of a step."""
+    """Draw the mean times of the phases of a step as stacked areas on ``axes``. ``data``: the run."""
     assert data.run is not None
     at, parts = phase_times(data.run)
     chart_series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)

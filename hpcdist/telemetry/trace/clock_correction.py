@@ -63,7 +63,7 @@ class HostClock:
         return (last.offset_ns - first.offset_ns) / (last.t_ns - first.t_ns) * MILLION
 
     def offset_ns(self, own_ns: int) -> int:
-        """Return the offset in ns (this clock minus rank 0's clock) at the time ``own_ns`` of this clock."""
+        """Return the offset (this clock minus rank 0's clock) in ns. ``own_ns``: time on this clock."""
         if not self._knots:
             return 0
         place = bisect_right(self._own, own_ns)  # number of earlier readings
@@ -85,7 +85,7 @@ class HostClock:
         return knot.offset_ns + (own_ns - at) * rise // run
 
     def offset_at(self, reference_ns: int) -> int:
-        """Return the offset in ns (this clock minus rank 0's clock) at the time ``reference_ns`` of rank 0's clock."""
+        """Return the offset (this clock minus rank 0's clock) in ns. ``reference_ns``: time on rank 0's clock."""
         if not self._knots:
             return 0
         nearest = min(self._knots, key=lambda knot: abs(knot.t_ns - reference_ns))
@@ -126,7 +126,10 @@ class ClockCorrections:
 def find_corrections(
     logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
 ) -> ClockCorrections:
-    """Return the clock corrections of all hosts: from clock readings (``sessions``), or from message times. Local."""
+    """Return the clock corrections of all hosts. Local.
+
+    They are from clock readings in ``sessions``, else from message times in ``matches``. ``logs``: {rank: log}.
+    """
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
     if measured is not None:
@@ -276,7 +279,10 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Count receives and collectives that end before the calls that they waited for. Local."""
+    """Count receives and collectives that end before the call that they waited for begins. Local.
+
+    ``matches``: matched calls on one clock. ``bounds_ns``: {rank: largest error of its times, or None}.
+    """
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:
         last = meeting.released_by()

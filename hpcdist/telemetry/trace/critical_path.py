@@ -18,7 +18,7 @@ COMPUTES: Final = ("compute", "update")
 
 @dataclass(frozen=True)
 class PathSegment:
-    """Segment of the critical path: an operation of ``rank``. If ``travels``, it is a transfer to ``rank``."""
+    """Segment of the critical path: an operation of ``rank``. ``travels``: it is a message transfer to ``rank``."""
 
     rank: int
     phase: str
@@ -72,7 +72,7 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 
 @dataclass(frozen=True)
 class CommunicationOverlap:
-    """Communication time of one rank in ns, by its overlap with computation."""
+    """Communication time of one rank in ns, divided by its overlap with computation."""
 
     hidden_ns: int  # overlaps with computation; an upper bound, because messages seem in flight until noticed
     exposed_ns: int  # does not overlap with computation
@@ -98,7 +98,7 @@ def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str]
 
 
 def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int, int], int]:
-    """Return {(waiting rank, awaited rank): total wait in ns}. ``pieces``: timeline of each rank. Local."""
+    """Return {(waiting rank, awaited rank): total wait in ns}. ``pieces``: {rank: time intervals}. Local."""
     waited: Counter[tuple[int, int]] = Counter()
     for row in pieces.values():
         for piece in row:

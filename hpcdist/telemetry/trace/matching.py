@@ -29,7 +29,7 @@ class MatchedMessage:
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Calls of the same collective on different ranks. If ``root`` is None, each rank waits for all other ranks."""
+    """Calls of the same collective on different ranks. ``root`` None: each rank waits for all other ranks."""
 
     calls: tuple[RecordedCall, ...]
     root: int | None = None

@@ -240,7 +240,10 @@ _PATH: Final = "#222222"
 
 
 def draw(trace: Trace, file: Path) -> int:
-    """Plot a step, whose critical path has the median length. Return its number. Raises UsageError without steps."""
+    """Plot the step of ``trace`` whose critical path has the median length. Return its number.
+
+    ``file``: file of the plot. Raises UsageError without steps.
+    """
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
         raise UsageError(f"{trace.run_dir} has no complete record of any selected step; select other steps")

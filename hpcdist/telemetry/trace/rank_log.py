@@ -123,7 +123,7 @@ def _missing(world: int, logs: Collection[int], spans: Collection[int], records:
 
 
 def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
-    """Build a rank's log from its time spans, its record of communication calls, or both. Local."""
+    """Build the log of a rank from its time ``spans``, its ``record`` of communication calls, or both. Local."""
     if spans is not None and record is not None and abs(record.started_ns - spans.wall_ns) > _TOGETHER_NS:
         # Both files of a start are created together: one is from an earlier start, and the newer one is used.
         spans, record = (None, record) if record.started_ns > spans.wall_ns else (spans, None)

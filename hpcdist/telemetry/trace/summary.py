@@ -267,7 +267,7 @@ def _message_paths(trace: Trace) -> list[dict[str, Any]]:
 
 
 def clock_figures(trace: Trace) -> list[dict[str, Any]]:
-    """Return a list of dicts of JSON values, one for each host, about the correction of the host's clock."""
+    """Return a list of dicts of JSON values, one for each host in ``trace``, about the correction of its clock."""
     rows = []
     for host, ranks in timeline.hosts(trace.timeline).items():
         clock = trace.corrections.clocks[host]
@@ -294,7 +294,7 @@ CLOCK_SOURCES: Final = {"measured": "round trips", "messages": "the ends of mess
 
 
 def format_text(values: Mapping[str, Any]) -> str:
-    """Format the results of `figures` as text for the terminal."""
+    """Format ``values``, a result of `figures`, as text for the terminal."""
     steps = steps_text(values["steps"]) if values["steps"] else "no whole step"
     lines = [
         f"{values['run']}: {steps} of {counted(len(values['ranks']), 'rank')} (of {values['world']})",

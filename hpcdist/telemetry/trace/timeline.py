@@ -30,7 +30,7 @@ class TimelinePiece:
 
     @property
     def waited_ns(self) -> int:
-        """Time in ns in which the rank only waited for another rank."""
+        """Time in ns in which the rank only waited for another rank during this interval."""
         return max(0, min(self.since_ns, self.end_ns) - self.begin_ns) if self.by not in (-1, self.rank) else 0
 
 
@@ -125,7 +125,7 @@ def _line(
 
 
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
-    """Return {rank: consecutive time intervals}. An interval has one operation or blocking call."""
+    """Return {rank: list of consecutive time intervals}. An interval has one operation or blocking call."""
     causes = _causes(timeline)
     by_rank = {}
     for rank, line in timeline.lines.items():
@@ -154,7 +154,10 @@ def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
 
 
 def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Divide the time of ``rank`` into intervals. Each has the name of the innermost of the nested ``spans``. Local."""
+    """Divide the time from ``begin_ns`` to ``end_ns`` of ``rank`` into intervals. Local.
+
+    Each interval has the name of the innermost of the nested ``spans``.
+    """
     flat: list[TimelinePiece] = []
     stack: list[Span] = []
     at = begin_ns
@@ -236,7 +239,7 @@ def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int)
 
 
 def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
-    """Return a dict from each host to its list of ranks. Local."""
+    """Return {host: list of its ranks} of the ``timeline``. Local."""
     ranks_by_host: dict[str, list[int]] = defaultdict(list)
     for rank, line in sorted(timeline.lines.items()):
         ranks_by_host[line.host].append(rank)
