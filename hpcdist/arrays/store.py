@@ -103,7 +103,7 @@ class FlatStore:
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:
-        """Copy the elements that both stores have from ``other`` to this store. Layouts and dtypes must be equal."""
+        """Copy from ``other`` the elements that both stores hold. Layout and dtype of the stores must be equal."""
         on = "gpu" if backend.is_device(self.array) else "cpu"
         for part in self.parts:
             for theirs in other.parts:

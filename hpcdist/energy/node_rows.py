@@ -62,7 +62,7 @@ class PhaseWindows:
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Add the time and energy since the last reading ``values`` to the innermost window."""
+        """Add the time and energy from the previous reading to this one, ``values``, to the innermost window."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns

@@ -51,7 +51,8 @@ def launch_adam_direction(
 ) -> None:
     """Update m and v on a GPU, and write the Adam update of ``weights`` for ``gradient`` to ``step``.
 
-    The squares of weights and updates are added to ``partial``, from `partial_sums`. ``tensors``: weight decays.
+    Add the sums of squares of weights and updates to ``partial``, an array that `partial_sums` made. ``tensors``: the
+    tensors in ``weights``, with their weight decays.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 

@@ -68,7 +68,8 @@ class BatchSchedule:
 def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
     """Return the schedule of a global batch that grows in stages to ``final`` samples per step.
 
-    ``warmup`` alternates stage ends (in samples) and samples per step. Raises ConfigurationError.
+    ``warmup``: list (end, batch, end, batch, ...). Each stage ends after ``end`` samples in total, and has ``batch``
+    samples per step. Raises ConfigurationError.
     """
     setting = f"run.batch_warmup = {list(warmup)}"
     if len(warmup) % 2:

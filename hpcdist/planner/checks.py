@@ -384,7 +384,7 @@ def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist could not run ``layout``, even if the layout is for another program."""
+    """Return the reasons why hpcdist could not run ``layout``. A layout of another program is checked, too."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

@@ -76,7 +76,7 @@ class ParallelLayout:
 
     @property
     def kernels(self) -> Kernels:
-        """`Kernels` of the program that trains."""
+        """The `Kernels` object of the training program, such as Megatron, that the layout is for."""
         return KERNELS[self.implementation]
 
     @property

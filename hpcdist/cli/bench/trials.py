@@ -126,10 +126,10 @@ def run_series(
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the trials in the list ``plan()``, append the results to the file ``output``, and return their numbers.
+    """Run the trials in the list ``plan()``, append the results to the file ``output``, and return a tally.
 
-    ``limits``: time limits. ``command_line(...)``: command line of a trial. ``attributes``: attributes of a new
-    file. ``wrap``: decorator of the measuring function.
+    ``limits``: time limits. ``anonymous``: leave out host names. ``command_line(...)``: command line of a trial.
+    ``attributes``: attributes of a new file. ``wrap``: decorator of the measuring function.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance

@@ -54,7 +54,7 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
 
 
 def join_parent(mpi: Any) -> Communicator | None:
-    """Return the communicator of old and new ranks in a process started by `spawn`, else None. Collective."""
+    """Return the communicator of the old and new ranks if `spawn` started this process, else None. Collective."""
     bare = ulfm.join_parent(mpi)
     if bare is None:
         return None

@@ -103,7 +103,7 @@ def _least_used_node(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any
 
 
 def join_parent(mpi: Any) -> Any | None:
-    """Return the communicator of old and new ranks in a process that `grow` spawned, or None in other processes."""
+    """Return the MPI communicator of the old and new ranks if `grow` spawned this process, else None."""
     intercomm = mpi.Comm.Get_parent()
     return None if intercomm == mpi.COMM_NULL else _merge(mpi, intercomm, late=True)
 

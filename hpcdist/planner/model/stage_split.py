@@ -128,7 +128,7 @@ class StageChunk(NamedTuple):
 
 
 class SplitKey(NamedTuple):
-    """Layout fields that determine the split of the model into pipeline stages, as a cache key."""
+    """Cache key: the fields of a layout that determine how the model is split into pipeline stages."""
 
     pipeline: int
     chunks: int

@@ -161,7 +161,7 @@ def _less(term: str, estimate: PlanEstimate) -> str:
 def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
     """Return the plan ``estimate`` in six lines: model, layout, memory, step, run, and number of notes.
 
-    ``description``: model of the plan.
+    ``description``: the planned neural network.
     """
     memory, run, layout = estimate.memory, estimate.run, estimate.layout
     count, noun = _samples_or_tokens(estimate)

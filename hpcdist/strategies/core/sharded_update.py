@@ -132,7 +132,7 @@ class ShardedUpdate:
         self.optimizer.begin_step()
 
     def direction(self, op: Operation) -> None:
-        """Compute the optimizer's update directions from the gradients in the range of ``op``. Local."""
+        """Compute the optimizer's update directions for the parameters that operation ``op`` names. Local."""
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:

@@ -173,7 +173,7 @@ class LockStepGuard:
         self._due = enumerate(agreed, start=1)
 
     def check_next(self, op: Operation) -> None:
-        """Raise ScheduleError unless ``op`` is the next collective of the first step. Local."""
+        """Raise ScheduleError unless the first step had the collective ``op`` at this position, too. Local."""
         if self._due is None:
             return
         index, due = next(self._due, (0, None))  # beyond the end no operation is due

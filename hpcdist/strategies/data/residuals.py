@@ -148,7 +148,7 @@ class StepResiduals(Residuals):
     def open(self, layer: int, gradients: FlatStore) -> None:
         """Back up the residuals of ``layer``, before a micro-batch compresses its ``gradients``.
 
-        Add the residuals of ranges that this rank does not compress to ``gradients``, once.
+        In the first micro-batch, also add to ``gradients`` the residuals of ranges that other ranks compress.
         """
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:

@@ -150,9 +150,9 @@ class Incident:
 
 
 def read_incidents(run: SampledMetrics | None, state: RunState) -> list[Incident]:
-    """Return a list of all incidents of a run, ordered by step. ``run``: its metrics, or None.
+    """Return a list of all incidents of a run, ordered by step. ``run``: metrics of the run, or None.
 
-    ``state``: state of the run. Incidents are starts, deaths, skipped steps, silent faults, anomalies and failures.
+    ``state``: from `read_state`. Incidents are starts, deaths, skipped steps, silent faults, anomalies and failures.
     """
     incidents = [*_failure_incidents(state), *_start_incidents(run, state)]
     if run is not None:

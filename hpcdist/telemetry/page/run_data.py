@@ -140,7 +140,7 @@ class RunData:
 
     @cached_property
     def curves(self) -> EnergyCurves:
-        """Energy and power over time."""
+        """Arrays of cumulative energy and of power over the time of the run, for the charts."""
         return energy_data.read_curves(self._metrics_path)
 
     @cached_property
