@@ -48,9 +48,9 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 weights in the flat range ``piece``, and write them, rounded, to the store ``master``.
+        """Update the float32 weights of this object in the range ``piece``. Write them, rounded, to ``master``.
 
-        ``direction``: the store that `direction` got as ``gradient``. ``norms``: sums of `partial_norms`, or None.
+        ``direction``: the store of update directions. ``norms``: sums of `partial_norms`, or None.
         """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)

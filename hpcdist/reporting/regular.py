@@ -52,7 +52,7 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 
 @contextmanager
 def damage(path: str | os.PathLike[str], message: str = "is damaged") -> Iterator[None]:
-    """Convert errors of a block that reads ``path`` to DamagedFileError with ``message``, or to StorageError."""
+    """Context: raise DamagedFileError with ``message`` for an invalid file ``path``, StorageError if unreadable."""
     try:
         yield
     except HpcdistError:

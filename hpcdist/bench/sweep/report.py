@@ -167,7 +167,7 @@ def markdown(results: SweepResults) -> str:
 
 
 def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
-    """Return text lines about failed runs and different versions. ``table``: result of `rows`."""
+    """Return text lines about failed runs and differing software versions. ``table``: result of `rows`."""
     by_reason: dict[str, list[str]] = {}
     for row in table:
         if "failed" in row.reasons:
@@ -298,7 +298,7 @@ def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return the parallel efficiency of each row: its speed per rank, relative to the first row's. Unknown: omitted."""
+    """Return a list of parallel efficiencies (speed per rank relative to the first row). Skip rows without speed."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 

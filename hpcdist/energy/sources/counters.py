@@ -59,7 +59,7 @@ class CounterResetError(SensorReadError):
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Properties of an energy source that limit the meaning of its joules."""
+    """Properties that qualify the joules of an energy source: which devices it covers, and how it measures."""
 
     model: str = ""  # name of the device
     ranks: int = 0  # number of this job's ranks that use the device; 0: it belongs to the whole node

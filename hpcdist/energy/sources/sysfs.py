@@ -158,7 +158,7 @@ class PmCounterFiles:
 
 
 class PmCounter:
-    """Energy counter of a Cray node, in uJ. A decrease of the counter ends its use."""
+    """Energy counter of a Cray node, in uJ. After a decrease, the counter is not read any more."""
 
     per_mj = 1000
     span: int | None = None

@@ -99,7 +99,10 @@ def collect_backward(dy: Array, buffer_rows: Array, gates: Array, rows: Array, d
 
 
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
-    """Copy ``blocks`` of rows on a GPU: source row, target row, number of rows. ``back``: swap source and target."""
+    """Copy blocks of rows on a GPU. The keyword ``back``: True copies from ``target`` to ``source``.
+
+    ``blocks``: array of (source row, target row, number of rows). ``longest``: largest number of rows.
+    """
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),
                    REAL=source.dtype)  # fmt: skip

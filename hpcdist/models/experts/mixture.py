@@ -131,7 +131,10 @@ class WholeSamples:
         return tokens, consecutive_positions(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens per expert before each local token range and in each sample, from ``counts`` in each range."""
+        """Return (tokens per expert before each local token range, tokens per expert in each sample).
+
+        ``counts``: tokens per expert in each local range.
+        """
         # Both results include the choices of tokens on other ranks.
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 

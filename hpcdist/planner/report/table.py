@@ -70,7 +70,7 @@ def by_row(
 ) -> list[str]:
     """Return the distinct warnings of a table of plans, the most important first, with the numbers of their rows.
 
-    ``rows``: warnings of each row. ``shared_flags``: warnings of all rows. ``layouts``: layouts of the plans.
+    ``rows``: warnings of each row. ``shared_flags``: warnings for every row. ``layouts``: layouts of the plans.
     """
     flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):

@@ -110,9 +110,9 @@ class Cuts:
             self.sum_replicas(store, layer)
 
     def reduce_level(self, store: FlatStore, layer: int, level: int) -> None:
-        """Reduce-scatter ``layer`` of ``store`` in place, from its range at nesting level ``level`` to the next level.
+        """Reduce-scatter ``layer`` of ``store`` among the ranks that divide its range of nesting level ``level``.
 
-        Collective over the ranks that divide the range at ``level``.
+        This rank then has the sum of its part of the range, at level ``level`` + 1. Collective over these ranks.
         """
         comm, part = self.comms[level], self.cuts[layer][level]
         if comm is not None and part:

@@ -21,7 +21,7 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 
 
 class StageMessages:
-    """Pipeline messages of one rank. Construction is collective over the pipeline."""
+    """Sender and receiver of one rank's activations and gradients. Construction is collective over the pipeline."""
 
     def __init__(self, context: RankContext, arena: Arena) -> None:
         self._comm, self._arena, self._model, self._dtype = context.pipeline, arena, context.model, context.model.dtype

@@ -73,7 +73,7 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, copy the gradients of its skip inputs from ``saved``, to send or add later.
+        """After the backward pass ``op``, copy the gradients of skip connections from ``saved``, for earlier layers.
 
         ``saved``: arrays of this layer and micro-batch.
         """

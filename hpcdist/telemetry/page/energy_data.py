@@ -215,7 +215,7 @@ class RunEnergy:
 
     @property
     def seconds(self) -> float:
-        """Total seconds of the phases, over all starts."""
+        """Total seconds of all measured phases, summed over the starts and restarts of the run."""
         return math.fsum(phase.seconds for phase in self.phases)
 
 

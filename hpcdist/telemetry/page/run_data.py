@@ -155,7 +155,7 @@ class RunData:
 
     @cached_property
     def events(self) -> Sequence[Incident]:
-        """Incidents of the run, by step."""
+        """Incidents of the run, such as failures and restarts, sorted by step."""
         return history.read_incidents(self.run, self.state)
 
     @property
