@@ -10,7 +10,7 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.training.data.packed import PackedSamples, best_fit
-from hpcdist.training.data.sampler import Sampler
+from hpcdist.training.data.sampler import SampleOrder, Sampler
 from hpcdist.training.data.source import open_source
 from hpcdist.training.recipe.config import DataConfig
 
@@ -110,7 +110,7 @@ def test_masks_hide_only_tokens_of_documents(tmp_path, rng):
     sampler = Sampler(source.training, 5)
     inputs, targets = sampler.batch(0, 2 * source.training.count)
     tokens, _, filled = inputs.arrays
-    order = np.array([*sampler.places(0, 0, source.training.count)[0]])
+    order = SampleOrder(5, source.training.count).epoch_indices(0, 0, source.training.count)[0]
     np.testing.assert_array_equal(filled[: source.training.count], source.training.filled(order))
     for row, size in enumerate(filled.tolist()):
         assert (targets[row, :size] != IGNORED).sum() == masked_predictions(size)
