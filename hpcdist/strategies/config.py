@@ -1,16 +1,17 @@
-"""The ``[parallel]`` section of a recipe. Imports only `reporting` and the table of schedules."""
+"""The ``[parallel]`` section of a recipe. Light: imports `reporting`, the table of schedules and the ZeRO stages."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, rule
 from hpcdist.reporting.schema import check_section, key
+from hpcdist.strategies.data.config import STAGES
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.strategies.schedule.registry import NAMES, SCHEDULES, check_schedule
 
 PARTITIONS: Final = ("parameters", "flops", "measured")
 DEFAULT_PARTITION: Final = "flops"
-SUMMING: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")  # strategies that sum gradients
+SUMMING: Final = ("allreduce", *STAGES, "parameter_server")  # strategies that sum gradients
 STRATEGIES: Final = (*SUMMING, *DECENTRALISED)
 CONTEXT_METHODS: Final = ("auto", "ring", "all_to_all")
 PIECE_TOKENS: Final = 4  # pieces of samples on context ranks begin at multiples of this
