@@ -19,9 +19,10 @@ from typing import Any
 import click
 
 from hpcdist.batch.schedulers.slurm_allocation import SlurmAllocation
-from hpcdist.checkpoint.lock import LOCK_FILE, RunLock, is_dead
+from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.common import COUNT, DIRECTORY
 from hpcdist.cli.main import COMMANDS
+from hpcdist.cli.runs.progress import checkpoints, progress
 from hpcdist.comm.failure.failfast import FAILURE_DIR
 from hpcdist.comm.launch import exit_file, launchers, mpirun, restarts, supervisor
 from hpcdist.comm.launch.environment import (
@@ -33,19 +34,13 @@ from hpcdist.comm.launch.environment import (
     launcher_options,
     python_path_variables,
 )
-from hpcdist.comm.record.run_journal import JOURNAL_FILE
-from hpcdist.constants import PROGRESS_FILE, RECIPE_FILE, STOP_FILE
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
-from hpcdist.reporting import regular
 
 _LAUNCH_PREFIX = "hpcdist-run-"
 _OWNER_FILE = "owner.json"  # identity of the process that created the launch directory
 # Commands that start ranks themselves, or need only one process.
 _ONE_PROCESS_COMMANDS = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
 
-RUN_FILES = ("recorder", JOURNAL_FILE, LOCK_FILE, STOP_FILE)  # files of hpcdist in the run directory of a script
-LOG_SUFFIXES = (".log", ".out", ".err")
-MAX_RECORD_BYTES = 1 << 16
 _OUR_PYTHON = ("python", "python3")  # run by this Python: the Python on PATH may lack hpcdist
 
 
@@ -396,39 +391,6 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
     click.echo(f"hpcdist run: {where}; {'resume' if newest else 'start again'} with {typed}", err=True)
     if run_dir.is_dir():
         click.echo(f"hpcdist run: show the last operations: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
-
-
-def checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return {name of a complete checkpoint in ``run_dir``: its write time in ns}, newest first."""
-    written_ns = {}
-    for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
-        step = path.parent.name.removeprefix("step-")
-        if step.isascii() and step.isdecimal():
-            with suppress(OSError):  # just deleted
-                written_ns[int(step)] = path.stat().st_mtime_ns
-    return {f"step-{step}": written_ns[step] for step in sorted(written_ns, reverse=True)}
-
-
-def progress(run_dir: Path) -> dict[str, int]:
-    """Return {name: write time in ns} of the checkpoints in ``run_dir``, newest first. Local.
-
-    A script may have other checkpoints than hpcdist: then the checkpoint that `hpcdist.torch.saved` reported, or
-    else the newest file that is neither of hpcdist nor a log.
-    """
-    if (saved := checkpoints(run_dir)) or (run_dir / RECIPE_FILE).exists():
-        return saved
-    record = run_dir / PROGRESS_FILE
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return {json.loads(regular.text(record, MAX_RECORD_BYTES))["checkpoint"]: record.stat().st_mtime_ns}
-    newest: dict[str, int] = {}
-    for folder, folders, names in os.walk(run_dir):
-        if Path(folder) == run_dir:
-            folders[:] = [name for name in folders if name not in RUN_FILES]
-            names = [name for name in names if name not in RUN_FILES and not name.startswith(".")]
-        for path in (Path(folder) / name for name in names if not name.endswith(LOG_SUFFIXES)):
-            with suppress(OSError):  # just deleted
-                newest[str(path.relative_to(run_dir))] = path.stat().st_mtime_ns
-    return dict(sorted(newest.items(), key=lambda item: -item[1])[:1])
 
 
 def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:

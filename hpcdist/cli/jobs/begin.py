@@ -30,9 +30,9 @@ _RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help
 
 def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
     """Return the newest complete checkpoint of the run in ``run_dir``. Local."""
-    from hpcdist.cli.run import progress
+    from hpcdist.cli.runs.progress import reported_checkpoints
 
-    return next((NewestCheckpoint(*item) for item in progress(run_dir).items()), NewestCheckpoint())
+    return next((NewestCheckpoint(*item) for item in reported_checkpoints(run_dir).items()), NewestCheckpoint())
 
 
 @click.command("begin")

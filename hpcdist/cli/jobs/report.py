@@ -102,7 +102,7 @@ def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]
 
     ``entries``: the journal of the run.
     """
-    from hpcdist.cli.run import checkpoints
+    from hpcdist.cli.runs.progress import checkpoints
 
     mentioned = [ns for entry in entries if 0 < (ns := entry.number("saved_ns") or 0) < _LATEST_S * 10**9]
     return sorted(_utc(ns / 1e9) for ns in {*mentioned, *checkpoints(run_dir).values()})

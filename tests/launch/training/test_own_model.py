@@ -15,7 +15,7 @@ import pytest
 import hpcdist
 from harness import jobs, pages
 from harness.jobs import LIMIT_S
-from hpcdist.cli.run import checkpoints
+from hpcdist.cli.runs.progress import checkpoints
 from hpcdist.telemetry import hang
 from hpcdist.training.data import SampleOrder
 from hpcdist.training.recipe import recipe as recipes

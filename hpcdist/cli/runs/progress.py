@@ -1,0 +1,56 @@
+"""Checkpoints of a run directory, as evidence that a start of the job made progress. Loads neither numpy nor HDF5."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from hpcdist.checkpoint.lock import LOCK_FILE
+from hpcdist.comm.record.run_journal import JOURNAL_FILE
+from hpcdist.constants import PROGRESS_FILE, RECIPE_FILE, STOP_FILE
+from hpcdist.reporting import regular
+
+RUN_FILES: Final = ("recorder", JOURNAL_FILE, LOCK_FILE, STOP_FILE)  # files of hpcdist in the run directory of a script
+LOG_SUFFIXES: Final = (".log", ".out", ".err")
+MAX_RECORD_BYTES: Final = 1 << 16
+
+
+def checkpoints(run_dir: Path) -> dict[str, int]:
+    """Return {name of a complete checkpoint in ``run_dir``: its write time in ns}, newest first."""
+    written_ns = {}
+    for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
+        step = path.parent.name.removeprefix("step-")
+        if step.isascii() and step.isdecimal():
+            with suppress(OSError):  # just deleted
+                written_ns[int(step)] = path.stat().st_mtime_ns
+    return {f"step-{step}": written_ns[step] for step in sorted(written_ns, reverse=True)}
+
+
+def reported_checkpoints(run_dir: Path) -> dict[str, int]:
+    """Return `checkpoints`, or else {path: write time in ns} of the checkpoint that `hpcdist.torch.saved` reported."""
+    if saved := checkpoints(run_dir):
+        return saved
+    record = run_dir / PROGRESS_FILE
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return {json.loads(regular.text(record, MAX_RECORD_BYTES))["checkpoint"]: record.stat().st_mtime_ns}
+    return {}
+
+
+def progress(run_dir: Path) -> dict[str, int]:
+    """Return {name: write time in ns} of the checkpoints in ``run_dir``, newest first. Local.
+
+    A script may have other checkpoints than hpcdist: then the checkpoint that `hpcdist.torch.saved` reported, or
+    else the newest file that is neither of hpcdist nor a log.
+    """
+    if (saved := reported_checkpoints(run_dir)) or (run_dir / RECIPE_FILE).exists():
+        return saved
+    newest: dict[str, int] = {}
+    for folder, folders, names in os.walk(run_dir):
+        if Path(folder) == run_dir:
+            folders[:] = [name for name in folders if name not in RUN_FILES]
+            names = [name for name in names if name not in RUN_FILES and not name.startswith(".")]
+        for path in (Path(folder) / name for name in names if not name.endswith(LOG_SUFFIXES)):
+            with suppress(OSError):  # just deleted
+                newest[str(path.relative_to(run_dir))] = path.stat().st_mtime_ns
+    return dict(sorted(newest.items(), key=lambda item: -item[1])[:1])
