@@ -22,7 +22,7 @@ from hpcdist.batch.schedulers.slurm_allocation import SlurmAllocation
 from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.common import COUNT, DIRECTORY
 from hpcdist.cli.main import COMMANDS
-from hpcdist.cli.runs.progress import checkpoints, progress
+from hpcdist.cli.runs.progress import checkpoints, progress, reported_checkpoints
 from hpcdist.comm.failure.failfast import FAILURE_DIR
 from hpcdist.comm.launch import exit_file, launchers, mpirun, restarts, supervisor
 from hpcdist.comm.launch.environment import (
@@ -187,7 +187,7 @@ class _Launch:
             def saved() -> Mapping[str, int]:
                 nonlocal announced
                 names = progress(run_dir)
-                if names and not announced and not checkpoints(run_dir):
+                if names and not announced and not reported_checkpoints(run_dir):
                     announced = True
                     say(f"a new file in {run_dir} counts as progress, as there is no checkpoint of hpcdist")
                 return names

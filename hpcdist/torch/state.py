@@ -119,8 +119,10 @@ class _Collector:
     def _content(self, name: str, value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
             content = distributed_state.get_model_state_dict(value)
-            local = {key.removeprefix("module.") for key, _ in value.named_buffers()}
-            self._shared |= {f"{name}/{key}" for key in content if key not in local}
+            # Wrappers rename parameters and buffers, so buffers are recognised by their memory.
+            buffers = {buffer.data_ptr() for buffer in value.buffers()}
+            plain = {k: v for k, v in content.items() if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)}
+            self._shared |= {f"{name}/{key}" for key, tensor in plain.items() if tensor.data_ptr() not in buffers}
             return content
         if isinstance(value, torch.optim.Optimizer):
             self._shared.add(f"{name}/state/")
@@ -146,6 +148,8 @@ class _Collector:
         if isinstance(value, torch.Tensor):
             if not value.ndim and not isinstance(value, DTensor) and value.dtype in _EXACT:
                 return {VALUE: [str(value.dtype).removeprefix("torch."), value.item()]}
+            if name in self.tensors:
+                raise UsageError(f"two tensors of the state have the name {name!r}; use keys without '/'")
             self.tensors[name] = self._held(name, value)
             return {TENSOR: str(value.dtype).removeprefix("torch.")}
         if isinstance(value, np.ndarray):
