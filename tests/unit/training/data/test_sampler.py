@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from harness.marks import cases
 from hpcdist.training.data import sampler as sampler_module
-from hpcdist.training.data.sampler import DRAWN_SAMPLES, FEISTEL, UNIFORM, Sampler, even_part, in_order, microbatches
+from hpcdist.training.data.sampler import (
+    DRAWN_SAMPLES,
+    FEISTEL,
+    UNIFORM,
+    SampleOrder,
+    Sampler,
+    even_part,
+    in_order,
+    microbatches,
+)
 from hpcdist.training.data.samples import TokenWindows
 
 
@@ -116,9 +125,8 @@ def test_half_of_all_orders_are_odd(count, drawn, monkeypatch):
 def test_every_position_is_equally_likely(count):
     """First, last and neighbouring samples, and their distances, are counted in 16 equal bins."""
     indices, seeds = np.array([0, 1, count // 2, count - 2, count - 1]), 1000
-    places = np.stack(
-        [[Sampler(Numbers(count), seed).places(0, int(i), 1)[0][0] for i in indices] for seed in range(seeds)]
-    )
+    orders = [SampleOrder(seed, count) for seed in range(seeds)]
+    places = np.stack([[order.epoch_indices(0, int(i), 1)[0][0] for i in indices] for order in orders])
     distances = (places - np.roll(places, 1, axis=1)) % count
     for column in np.concatenate([places, distances], axis=1).T:
         parts = np.bincount(column * 16 // count, minlength=16)
