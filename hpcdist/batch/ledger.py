@@ -232,7 +232,7 @@ def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, d
     ``entries``: journal of the run. ``digest``: hash of the recipe, or the command line. A start with another
     digest ends the series.
     """
-    # ``digest``: hash of the recipe, or the command line of a program. Starts of cancelled jobs do not count.
+    # Starts of cancelled jobs do not count.
     starts: list[JournalEntry] = []
     entries = list(entries)
     cancelled = {entry.job for entry in entries if entry.event == CANCELLED}

@@ -35,7 +35,6 @@ def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
 
     ``norm_squared``: square of the norm. ``limit`` 0 means no limit.
     """
-    # `norm_squared` is the square of the norm. `limit` 0 means no limit.
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
             f"clipping got a squared norm of {norm_squared}, a limit of {limit} and {ranks} ranks; pass a finite "

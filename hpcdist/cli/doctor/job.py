@@ -32,7 +32,6 @@ def examine(out: Path | None, device: str, recipe: Path | None, show: Callable[.
     ``out``: run directory to check. ``device``: "cpu", "gpu" or "". ``recipe``: file whose packages are checked.
     ``show(checks)`` prints the result on rank 0, and returns the exit code.
     """
-    # ``device``: "cpu", "gpu", or "" if unknown. ``recipe``: its packages are checked.
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
     try:

@@ -114,7 +114,7 @@ def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], save
     ``trainings``: starts of the training; others than in the time intervals ``windows`` are ignored. ``saves``:
     write times of the checkpoints.
     """
-    # ``saves``: write times of the checkpoints. Removed checkpoints make the result an upper bound.
+    # Removed checkpoints make the result an upper bound.
     seconds = 0.0
     for training in trainings:
         if not training.end and any(window.has(training) for window in windows):

@@ -46,7 +46,6 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
     ``parameters``: number on the device before sharding, including ``expert_parameters``.
     """
-    # ``parameters``: number before sharding, with ``expert_parameters``.
     numbers = updated_parameters(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
         numbers += updated_parameters(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))

@@ -219,7 +219,7 @@ class Source:
 
         ``per_sample``: number of targets per sample without padding.
         """
-        # ``per_sample``: number of targets per sample. In packed samples, `IGNORED` targets do not count.
+        # In packed samples, `IGNORED` targets do not count.
         if self.padding is None:
             return len(targets) * per_sample
         return int((targets != IGNORED).sum())

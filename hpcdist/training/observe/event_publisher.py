@@ -67,7 +67,6 @@ def energy_events(
 
     ``state``: result of `EnergyRecorder.state`. ``tokens``: number of tokens trained with this energy.
     """
-    # ``state``: result of `EnergyRecorder.state`. ``tokens``: number of tokens trained with this energy.
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
     training = joules.get("phases", {}).get("training", {}).get("joules")
@@ -185,7 +184,6 @@ class EventPublisher:
 
         ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
         """
-        # ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
@@ -217,7 +215,6 @@ class EventPublisher:
 
         ``monitor``: energy measurements. ``energy``: result of `EnergyRecorder.state`.
         """
-        # ``energy``: result of `EnergyRecorder.state`.
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
         waited = self._waited_s, self._made, self._all_waited_s, self._all_made

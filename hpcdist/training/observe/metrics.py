@@ -117,8 +117,7 @@ class RunMetrics:
         ``rows``: this rank's result of `unsaved`. ``old_world``: number of ranks before the failure; 0 on a
         rank that has not trained.
         """
-        # ``rows``: result of `unsaved`. ``old_world``: number of ranks before the failure, or 0 on a rank that has not
-        # trained. Dead ranks get NaN.
+        # Dead ranks get NaN.
         self._gathered = list(rows)
         carried = self._comm.allgather_object((rows, old_world))
         ranks = [{common[0]: (common, values) for common, values in own_rows} for own_rows, _ in carried]

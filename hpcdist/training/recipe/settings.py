@@ -95,7 +95,6 @@ def overrides(texts: Iterable[str], keys: Keys, option: str = "--set") -> Settin
 
     ``keys``: all recipe keys. ``option``: command-line option that gave the texts, for messages.
     """
-    # ``option``: command-line option that gave ``texts``, for error messages.
     settings = Settings()
     for text in texts:
         key, equals, value = text.partition("=")

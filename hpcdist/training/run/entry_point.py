@@ -33,9 +33,7 @@ def train(
     ``out``: run directory, or None. ``resume``: "auto" or "never". ``as_json``: print the summary as JSON.
     ``limit_s``: seconds until the run saves and stops.
     """
-    # ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``as_json``: print the summary as
-    # JSON. The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
-    # `hpcdist run --survive`, it survives rank failures.
+    # It also stops before the time of the Slurm job is over. `hpcdist run --survive`: it survives rank failures.
     standard_streams.tolerate()
     lock = RunLock()
     stop_requests = StopRequests.listening(limit_s, lock.release, failfast.note_end)

@@ -142,7 +142,6 @@ class TrainingLoop:
         ``attributes``: values to store in the metrics file. ``protect``: function to call after each step,
         which copies the state to other ranks.
         """
-        # ``attributes``: values to store in the metrics file.
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
         rank0 = session.comm.rank == 0
