@@ -40,7 +40,7 @@ _MODULES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use."""
+    """Import and return the public object ``name`` at its first use. Raises AttributeError for other names."""
     if name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
     elif name in ("checkpoint", "energy"):

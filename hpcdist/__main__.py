@@ -10,9 +10,9 @@ STARTS_OR_TRAINS: Final = ("run", "train")
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with its exit code.
+    """Run the ``hpcdist`` command and exit with the command's exit code.
 
-    A signal while ``run`` or ``train`` imports modules: SIGINT exits with 130; SIGTERM, SIGHUP, SIGUSR1 with 75.
+    While ``run`` or ``train`` imports modules, SIGINT exits with 130, and SIGTERM, SIGHUP or SIGUSR1 exits with 75.
     """
     stops = sys.argv[1:2] and sys.argv[1] in STARTS_OR_TRAINS
     if stops:

@@ -80,7 +80,7 @@ class BufferHandoverError(HpcdistError, ValueError):
 
 
 class DivergenceError(HpcdistError, RuntimeError):
-    """Replicas whose parameters must be identical differ."""
+    """Parameters that must be identical on all replicas differ."""
 
 
 class ScheduleError(HpcdistError, ValueError):

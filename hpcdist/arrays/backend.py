@@ -22,7 +22,7 @@ Scalar: TypeAlias = float | Array  # a Python number, or a 0-d array that a GPU 
 
 @dataclass(frozen=True)
 class ArrayGroup:
-    """Batch of several arrays, such as tokens and their mask, with one row per sample."""
+    """Batch that consists of several arrays, such as tokens and a mask. Each array has one row per sample."""
 
     arrays: tuple[Any, ...]
     names: tuple[str, ...] | None = None  # keys of the user's dict; None for a tuple
@@ -64,7 +64,7 @@ def address(array: Any) -> int:
 
 
 def matmul(a: Array, b: Array, out: Array) -> None:
-    """Write the matrix product ``a @ b`` to ``out``. All three are on the same device and have at least 2 dims."""
+    """Write the matrix product ``a @ b`` to ``out``. The arrays must be on one device and have at least 2 dims."""
     if is_device(a):
         graphs.matmul(a, b, out)
     else:
@@ -78,12 +78,12 @@ def synchronise(array: Any) -> None:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return ``array`` itself if it is on the host, else a copy of it as a numpy array."""
+    """Return ``array`` itself if it is on the host, else a numpy array with a copy of the GPU array."""
     return device.cupy().asnumpy(array) if is_device(array) else array
 
 
 def place(array: Any, on: str) -> Array:
-    """Return ``array`` if it is on the device ``on`` ("cpu" or "gpu"), else a copy of it on this device."""
+    """Return ``array`` itself if it is on the device ``on`` ("cpu" or "gpu"), else a copy on that device."""
     if isinstance(array, ArrayGroup):
         return array.map(lambda member: place(member, on))  # type: ignore[return-value]
     if on == "gpu":
@@ -115,7 +115,7 @@ def as_array(values: Any) -> Array:
         if single := [str(name) for name, array in members.items() if not array.ndim]:
             raise UsageError(
                 f"member {', '.join(single)} of the batch (a {type(values).__name__}) is a single number; expected an "
-                "array whose axis 0 counts the samples"
+                "array whose first dim is the number of samples"
             )
         sizes = {name: len(array) for name, array in members.items()}
         if len(set(sizes.values())) > 1:
@@ -181,7 +181,7 @@ class Ledger:
         self._lock = threading.RLock()  # reentrant: a finalizer may run inside `_add` of the same thread
 
     def track(self, array: Array, category: str, owner: Array | None = None) -> Array:
-        """Count the bytes of ``array`` until ``owner`` (None: ``array``) is deleted. Return ``array``."""
+        """Count the bytes of ``array`` until ``owner``, by default ``array``, is deleted. Return ``array``."""
         assert category in CATEGORIES, f"category {category!r} is not one of {CATEGORIES}"
         self.add(category, array.nbytes)
         weakref.finalize(array if owner is None else owner, self.add, category, -array.nbytes).atexit = False
@@ -197,15 +197,15 @@ class Ledger:
 
     @property
     def current(self) -> dict[str, int]:
-        """{category: bytes of the counted arrays that are alive now}."""
+        """Dict {category: total bytes of the counted arrays that are alive now}."""
         return {category: self._current[category] for category in CATEGORIES}
 
     @property
     def peak(self) -> dict[str, int]:
-        """{category: largest number of bytes that were alive at one time}."""
+        """Dict {category: largest value that `current` has had for this category}."""
         return {category: self._peak[category] for category in CATEGORIES}
 
     @property
     def peak_total(self) -> int:
-        """Largest number of bytes, summed over all categories, that were alive at one time."""
+        """Largest number of bytes, summed over all categories, of the arrays that were alive at the same time."""
         return self._total_peak

@@ -60,7 +60,7 @@ def fault_in(dtype: np.dtype) -> str:
 
 
 def is_16bit_float(dtype: np.dtype) -> bool:
-    """Return True if ``dtype`` is float16 or bfloat16. Their sums are computed in float32 and rounded once."""
+    """Return True if ``dtype`` is float16 or bfloat16. Sums in these dtypes use float32 and are rounded once."""
     return dtype == BFLOAT16 or dtype == np.float16
 
 

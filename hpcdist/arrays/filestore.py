@@ -30,7 +30,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileStore(FlatStore):
-    """1-D array of model tensors in a temporary file in the directory ``directory``. Raises StorageError."""
+    """1-D array of model tensors in a temporary file in ``directory``. Raises StorageError if file access fails."""
 
     # `range` returns no view: use `read` and `write`.
     def __init__(
@@ -100,7 +100,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the range ``elements`` in blocks of up to `block` elements. All blocks use the same host array."""
+        """Yield the elements of the range ``elements`` in blocks. Each block overwrites the block before it."""
         start = self._offset(elements) if elements else 0
         for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)
@@ -157,8 +157,8 @@ class FileStore(FlatStore):
                 ) from error
             if not moved:
                 raise StorageError(
-                    f"{self.directory}: the file of the {self._what} ends at byte {at}, expected {self.nbytes} bytes; "
-                    "check the disk and its file system"
+                    f"{self.directory}: the file of the {self._what} ends at byte {at}, but needs {self.nbytes} bytes; "
+                    "check the disk and the file system"
                 )
             view, at = view[moved:], at + moved
 
@@ -212,7 +212,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Start to write ``nbytes`` cached bytes of the file ``fd``, from byte ``start``, to the disk, without waiting."""
+    """Start to write ``nbytes`` cached bytes of file descriptor ``fd``, from offset ``start``, to disk. Do not wait."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 

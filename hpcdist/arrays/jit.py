@@ -40,7 +40,7 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create the cache directory of compiled kernels, or else one in /tmp or /dev/shm. Return False if this fails."""
+    """Create a cache directory for kernels, in /tmp or /dev/shm as a fallback. Return False if none can be created."""
     global _prepared
     chosen, sources = os.environ.get("NUMBA_CACHE_DIR"), _digest_of_sources()
     if _prepared is not None and _prepared == chosen:
@@ -253,11 +253,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Register example arguments to compile this kernel with in `warm`. ``arguments()`` returns them as a tuple."""
+        """Let `warm` call this kernel with example arguments: the tuple that ``arguments()`` returns."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register argument types for which `warm` compiles this kernel as a C function, see `address`."""
+        """Register argument types ``*types``. For these types, `warm` compiles this kernel as `address` does."""
         self._addressed.append(types)
 
 
@@ -285,7 +285,7 @@ def jit(*, fastmath: FastMath = False) -> Callable[[Callable[..., Any]], Kernel]
 def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = False) -> Any:
     """Decorate a function for compilation by numba: ``@jit`` or ``@jit(fastmath=True)``. The code releases the GIL.
 
-    ``fastmath=True`` assumes that there are no NaNs. A set of LLVM flags, without "nnan", lets NaNs propagate.
+    ``fastmath=True`` assumes that no value is NaN. To propagate NaNs, pass a set of LLVM flags without "nnan".
     """
     if function is None:
         return lambda inner: Kernel(inner, fastmath)
@@ -306,7 +306,7 @@ def count() -> int:
 
 
 def warm(first: int = 0, step: int = 1) -> Iterator[str]:
-    """Compile the kernels number ``first``, ``first + step``, ``first + 2 step``, ..., and yield their names."""
+    """Compile the kernels with the indices ``first``, ``first + step``, ``first + 2 step``, ... Yield each name."""
     for kernel in _kernels[first::step]:
         for arguments in kernel._samples:
             kernel(*arguments())

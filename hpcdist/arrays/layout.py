@@ -48,7 +48,7 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def shard(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of the shard ``along``, a range of the split dim. ``longest``: length of the longest one."""
+        """Return the spec of a shard. ``along``: range of the split dim. ``longest``: length of the longest shard."""
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
         box = tuple((along.start, along.stop) if dim == self.cut else (0, size) for dim, size in enumerate(self.shape))
@@ -90,7 +90,7 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> "Layout":
-        """Return a layout of the tensors ``specs`` in this order. Raises ValueError if two tensors have one name."""
+        """Return a layout of the tensors ``specs``, in this order. Raises ValueError if two have the same name."""
         segments: list[Segment] = []
         seen: set[str] = set()
         offset = 0
@@ -114,7 +114,7 @@ class Layout:
 
     @cached_property
     def units(self) -> dict[int, Range]:
-        """The range of each layer in the flat array, with its padding: {layer number: range}."""
+        """Dict {layer number: range of the layer in the flat array}. The ranges include the padding."""
         units: dict[int, Range] = {}
         for segment in self.segments:
             stop = segment.range.start + segment.spec.padded
@@ -127,7 +127,7 @@ class Layout:
         return units
 
     def range_of(self, layer: int, portion: str) -> Range:
-        """Return the range of ``layer``, or of its "expert" or "dense" tensors, in the flat parameter array."""
+        """Return the flat range of ``layer``. ``portion``: "" for all tensors, or only "expert" or "dense" tensors."""
         unit = self.units[layer]
         if not portion:
             return unit
@@ -140,7 +140,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, elements: Range) -> list[tuple[Segment, Range]]:
-        """Return a list of (segment, overlap): the tensors that overlap the range ``elements`` of the flat array."""
+        """Return a list of (segment, overlap) for all tensors that overlap the range ``elements`` of the flat array."""
         # The last tensor that begins at or before the start of `elements` may overlap `elements`.
         first = max(0, bisect_right(self._starts, elements.start) - 1)
         touched = []

@@ -46,9 +46,9 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the measured speed of products of square matrices with ``side`` rows, in flop/s. Local.
+    """Return the highest measured speed of a product of square matrices with ``side`` rows, in flop/s. Local.
 
-    ``on``: "cpu" or "gpu". ``seconds``: duration of the measurement.
+    ``on``: "cpu" or "gpu". ``seconds``: minimum duration of the measurement. ``side`` 0: the value in `SIDE`.
     """
     # The fastest of at least 3 products. A product counts as 2 n^3 operations, n = ``side``.
     product = MatrixProduct(dtype, on, side)
@@ -61,7 +61,7 @@ def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, s
 
 
 def blas(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a log text on OpenBLAS: its kernels, and the variables of ``environment`` that affect its speed."""
+    """Return a log text: names of OpenBLAS kernels, and the variables of ``environment`` that affect BLAS."""
     names = [f"kernels {core}" for core in map(_core, _bundled()) if core]
     variables = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
     return ", ".join([*names, *variables]) or "not known"

@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]  # per dim, half-open
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive tensor elements in an array: start in the tensor, start in the array and size of each run."""
+    """Runs of consecutive tensor elements in an array: offsets in the tensor, offsets in the array, and sizes."""
 
     start: np.ndarray  # offset of each run in the flattened tensor
     local: np.ndarray  # offset of each run in this rank's array
@@ -26,7 +26,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a tensor that this rank holds in a 1-D array, with the tensor's name and their position in it."""
+    """Elements of a tensor that this rank holds in a 1-D array, with the tensor's name and the elements' positions."""
 
     kind: str  # state that has the tensor: "parameters", "optimizer.m", ...
     tensor: str
@@ -46,9 +46,9 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return the elements of a tensor that the 1-D ``array`` holds, as a `Piece` of the state ``kind``.
+        """Return the `Piece` for the tensor elements that the 1-D ``array`` holds. ``kind``: name of the state.
 
-        ``segment``: the tensor and its flat range. ``touched``: the flat range that ``array`` holds.
+        ``segment``: the tensor and its range in the flat array. ``touched``: range of ``array`` in the flat array.
         """
         spec = segment.spec
         shape = spec.whole or spec.shape
@@ -56,7 +56,7 @@ class Piece:
 
     @classmethod
     def whole(cls, kind: str, tensor: str, array: Array) -> "Piece":
-        """Return the `Piece` of a contiguous ``array`` that holds the whole ``tensor`` of the state ``kind``."""
+        """Return the `Piece` for a contiguous ``array``, the whole tensor named ``tensor`` of the state ``kind``."""
         return cls(kind, tensor, array.shape, whole_box(array.shape), Range(0, array.size), array.reshape(-1))
 
     @property
@@ -73,7 +73,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
     """Return the runs of consecutive tensor elements in the region ``box`` of a tensor of this ``shape``.
 
-    ``box``: a (start, stop) pair per dim. ``flat``: range of the selected elements in the flattened box.
+    ``box``: a (start, stop) pair per dim. ``flat``: range of the elements to return, in the row-major order of the box.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.
@@ -102,7 +102,7 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the runs of elements that two arrays both hold: offsets in the left array, offsets in the right, sizes."""
+    """Return (offsets in the left array, offsets in the right array, sizes) of the runs that both arrays hold."""
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")
     last = np.searchsorted(right.start, left.start + left.size, side="left")
@@ -117,10 +117,7 @@ def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    """Return True if two shapes become equal by joining adjacent dims, as (3, 4, 5) and (12, 5) do.
-
-    ``left``, ``right``: the shapes.
-    """
+    """Return True if the shapes become equal when adjacent dims are joined. Example: (3, 4, 5) and (12, 5)."""
     if left == right:
         return True
     ends, others = (set(accumulate(shape, mul)) for shape in (left, right))
@@ -128,7 +125,10 @@ def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> int | None:
-    """Return the first integer below ``size`` that no range in ``stretches`` covers, or None if all are covered."""
+    """Return the first integer from 0 to ``size`` - 1 that no range covers, or None if the ranges cover all.
+
+    ``stretches``: pairs of arrays (starts of ranges, sizes of ranges).
+    """
     pairs = list(stretches)
     start = np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs), [size]])
     stop = np.concatenate([np.zeros(0, np.int64), *(pair[0] + pair[1] for pair in pairs), [size]])

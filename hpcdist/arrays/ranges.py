@@ -69,7 +69,7 @@ def cut(whole: Range, longest: int) -> Iterator[Range]:
 
 
 def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
-    """Cut ``whole`` at the boundaries of ``parts``. Return pairs (range, number of ``parts`` that cover the range)."""
+    """Cut ``whole`` at all boundaries of ``parts``. Return a list of (range, number of parts that cover the range)."""
     within = [part for part in (part.intersect(whole) for part in parts) if part]
     bounds = sorted({whole.start, whole.stop, *(p.start for p in within), *(p.stop for p in within)})
     pieces = [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
@@ -77,7 +77,7 @@ def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
 
 
 def gaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    """Return a list, in order, of the subranges of ``whole`` that no range in ``parts`` covers."""
+    """Return an ascending list of the subranges of ``whole`` that no range in ``parts`` covers."""
     uncovered, reached = [], whole.start
     for part in sorted(part for part in parts if part):
         if part.start > reached:

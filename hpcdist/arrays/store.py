@@ -42,7 +42,7 @@ class FlatStore:
             ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
     def range(self, elements: Range) -> Array:
-        """Return a view of the range ``elements`` of the model's flat array. This store must have all of them."""
+        """Return a view of the range ``elements`` of the model's flat array. This store must hold the whole range."""
         if not elements:
             return self.array[:0]
         start = self._offset(elements)
@@ -59,7 +59,7 @@ class FlatStore:
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield (tensor, its range in the flat array) for each tensor with elements in this store."""
+        """Yield (segment, flat range of the elements in this store) for each tensor with elements in this store."""
         for part in self.parts:
             yield from self.layout.within(part)
 
@@ -112,7 +112,7 @@ class FlatStore:
                     self.range(common)[...] = backend.place(other.range(common), on)
 
     def zero(self) -> None:
-        """Set all elements and the padding to zero."""
+        """Set all elements, including the padding, to zero."""
         self.array[...] = 0
 
 

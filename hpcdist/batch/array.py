@@ -32,7 +32,7 @@ class ArrayJob(BatchJob):
                 "without a chain; leave --chain out"
             )
         if self.at_most < 0:
-            raise UsageError(f"--at-most {self.at_most}: must be at least 0 concurrent tasks (0: no limit)")
+            raise UsageError(f"--at-most {self.at_most}: the number of concurrent tasks must be at least 0 (no limit)")
 
     @property
     def count(self) -> int:
@@ -154,11 +154,11 @@ class BenchmarkJob(BatchJob):
                 f"--bench {self.suite}: the suite sweep needs a sweep file, and the other suites take no sweep file"
             )
         if self.links > 1 or self.restarts or self.survive != "none":
-            raise UsageError("--bench excludes --chain, --restarts and --survive, which are only for trainings")
+            raise UsageError("--bench cannot be combined with --chain, --restarts or --survive; leave them out")
 
     @property
     def on_all_ranks(self) -> bool:
-        """True if the job script starts the benchmark on all ranks, False if the benchmark starts its ranks itself."""
+        """True if the job script starts all ranks of the benchmark, False if the benchmark starts its own ranks."""
         return self.suite != SWEEP
 
 

@@ -43,7 +43,7 @@ _BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # format
 
 @dataclass(frozen=True)
 class CarbonForecast:
-    """Forecast of the carbon intensity: ``g_per_kwh[i]`` (gCO2/kWh) from ``times[i]`` to ``times[i + 1]``."""
+    """Carbon intensity forecast. ``g_per_kwh[i]`` (gCO2/kWh) is valid from ``times[i]`` to ``times[i + 1]``."""
 
     path: Path
     times: tuple[datetime, ...]
@@ -71,10 +71,7 @@ class CarbonForecast:
         return float(self.total(begin, duration) / (duration // _US))
 
     def total(self, begin: datetime, duration: timedelta) -> Fraction:
-        """Return the exact integral of the intensity from ``begin`` to ``begin + duration``.
-
-        Unit: gCO2/kWh x microseconds.
-        """
+        """Return the exact integral of the intensity over ``duration``, from ``begin``, in gCO2/kWh x microseconds."""
         return self._until(begin + duration) - self._until(begin)
 
     @cached_property
@@ -90,7 +87,7 @@ class CarbonForecast:
 
 
 def read_forecast(path: Path) -> CarbonForecast:
-    """Read a carbon forecast from a CSV file of times and intensities. Raises ConfigurationError, StorageError."""
+    """Read a carbon forecast from a CSV file. Raises ConfigurationError or StorageError for an unusable file."""
     try:
         with io.StringIO(regular.read(path).decode("utf-8-sig"), newline="") as file:
             return _parsed(path, csv.reader(file, strict=True))
@@ -151,7 +148,7 @@ def _moment(where: str, text: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise ConfigurationError(f"{where}: {text!r} is not a time; expected ISO 8601: 2026-11-22T14:00:00Z") from None
+        raise ConfigurationError(f"{where}: {text!r} is not an ISO 8601 time, such as 2026-11-22T14:00:00Z") from None
     if moment.tzinfo is None:
         raise ConfigurationError(f"{where}: {text!r} has no time zone; append Z for UTC, or an offset such as +01:00")
     try:
@@ -169,7 +166,7 @@ def _intensity(where: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class CarbonWindow:
-    """Best start time of a job: its UTC interval, and its mean carbon intensity in gCO2/kWh."""
+    """Best interval to run a job: start and end in UTC, and the mean carbon intensity in gCO2/kWh."""
 
     begin: datetime
     end: datetime
@@ -185,7 +182,7 @@ class CarbonWindow:
         return 100 * (1 - self.mean_g_per_kwh / self.now_g_per_kwh) if self.now_g_per_kwh else 0.0
 
     def saving_g(self, power_w: float) -> float | None:
-        """Return the CO2 saving of a job of ``power_w`` watts in grams, compared with a start now. None: unknown."""
+        """Return the CO2 saving of a job of ``power_w`` watts in g, compared with a start now, or None if unknown."""
         if not (math.isfinite(power_w) and power_w > 0):
             raise UsageError(f"--power {power_w} is invalid; give the power of the whole job in W, above 0, e.g. 2400")
         if self.now_g_per_kwh is None:
@@ -196,7 +193,7 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the start time, as a `CarbonWindow`, with the least mean intensity for a job of ``duration_s`` seconds.
+    """Return the `CarbonWindow` with the lowest mean carbon intensity for a job of ``duration_s`` seconds.
 
     ``now``: earliest start. ``deadline``: latest end. Raises UsageError if the deadline is too soon, and
     ConfigurationError if the forecast does not cover the job.
@@ -214,7 +211,7 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
     if first > last:
         raise ConfigurationError(
             f"a job of {_duration_text(duration)} must run between now, {_time_text(now)}, and the deadline, "
-            f"{_time_text(deadline)}, but the forecast {forecast.path} has no such time: it covers "
+            f"{_time_text(deadline)}, but the forecast {forecast.path} covers too little of this time. It covers "
             f"{_time_text(forecast.begin)} to {_time_text(forecast.end)}; get a newer or longer forecast, or submit "
             "without --carbon"
         )
@@ -231,13 +228,13 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
 def plan_begin(
     path: Path, deadline_text: str | None, walltime_s: int | None, now: datetime, power_w: float | None = None
 ) -> tuple[datetime, list[str]]:
-    """Return the start time with the least CO2 for a job of ``walltime_s`` seconds, and text lines that explain it.
+    """Return (start time with the least CO2 for a job of ``walltime_s`` seconds, text lines that explain the start).
 
-    ``path``: carbon forecast (CSV). ``deadline_text``: latest end, as text for `deadline_of`. ``power_w``: power of
-    the job, or None. Raises UsageError, ConfigurationError or StorageError.
+    ``path``: carbon forecast (CSV). ``deadline_text``: latest end of the job, in a format of `deadline_of`.
+    ``power_w``: power of the job, or None. Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
-        raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")
+        raise UsageError("--carbon averages the forecast over the duration of the job; give the duration with --time")
     if deadline_text is None:
         raise UsageError("--carbon needs a deadline for the end of the job: --within 24h, or --deadline TIME")
     window = best_window(read_forecast(path), now, walltime_s, deadline_of(deadline_text, now))
@@ -264,7 +261,7 @@ def deadline_of(text: str, now: datetime) -> datetime:
         try:
             return datetime.fromisoformat(text).astimezone(UTC)
         except (ValueError, OverflowError):
-            raise UsageError(f"--deadline {text!r} is not a time; use e.g. 2026-11-24T08:00 or ...T08:00Z") from None
+            raise UsageError(f"--deadline {text!r} is not a time; use 2026-11-24T08:00 or 2026-11-24T08:00Z") from None
     try:
         return now + timedelta(seconds=seconds_of(text))
     except UsageError:
@@ -275,10 +272,9 @@ def deadline_of(text: str, now: datetime) -> datetime:
 
 
 def begin_text(begin: datetime, scheduler: str = "slurm") -> str:
-    """Format the start time ``begin`` for ``scheduler``, in local time.
+    """Format the start time ``begin`` as local time, in the format of ``scheduler``, "slurm" or "pbs".
 
-    ``scheduler``: "slurm" or "pbs". Raises ConfigurationError for a local time that occurs twice because the clocks
-    change.
+    Raises ConfigurationError if the local time occurs twice because the clocks change.
     """
     # An ambiguous time is an error only if the command would use the wrong occurrence.
     moment = begin.replace(microsecond=0)

@@ -30,10 +30,7 @@ _PATHS: Final = {
 
 
 def folder(name: str) -> Path:
-    """Return the path of the data folder ``name``, such as job templates, which is installed with hpcdist.
-
-    Raises MissingCapabilityError if the installation lacks it.
-    """
+    """Return the path of hpcdist's data folder ``name``. Raises MissingCapabilityError if there is no such folder."""
     clone = Path(hpcdist.__file__).resolve().parents[1]
     places = [root / _PATHS[name] for root in (Path(str(files("hpcdist.batch"))), clone)]
     for place in places:
@@ -89,7 +86,7 @@ _OWNED_WITH_BEGIN: Final = {"--begin": "--carbon sets the start time"}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """Batch job that trains a recipe, a sweep or a program on ``nodes`` x ``ranks_per_node`` ranks."""
+    """Batch job that runs a recipe, a parameter sweep or a program on ``nodes`` x ``ranks_per_node`` ranks."""
 
     template: ClassVar[str | None] = None  # None: the scheduler's template of a training
 
@@ -144,15 +141,15 @@ class BatchJob:
             )
         if self.environment is not None and self.python_of_ranks:
             raise UsageError(
-                "--stage-environment with a container: the image already has an environment; leave "
-                "--stage-environment out, or use no container"
+                "--stage-environment cannot be combined with a container, because the image already has an "
+                "environment; leave --stage-environment out, or use no container"
             )
         if self.survive not in SURVIVE:
             raise UsageError(f"--survive {self.survive}: choose one of {', '.join(SURVIVE)}")
         if self.program and self.survive != "none":
             raise UsageError(
-                f"--survive {self.survive}: only the training of a recipe can continue without a rank, not "
-                f"{self.program[0]}; leave --survive out, or use --restarts"
+                f"--survive {self.survive} is not supported for {self.program[0]}: only the training of a recipe can "
+                "continue after losing a rank; leave --survive out, or use --restarts"
             )
         for name in ("name", "partition", "account", "qos", "constraint"):
             if getattr(self, name) == "":
@@ -212,7 +209,7 @@ class BatchJob:
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """Jobs to submit after this job, in order. Each starts when the job before it has ended."""
+        """Jobs to submit after this job, in order. Each job starts after the job before it has ended."""
         return ()
 
     def log(self, folder: Path, number: str) -> Path:
@@ -221,9 +218,9 @@ class BatchJob:
 
 
 def walltime_s(text: str, option: str = "--time") -> int:
-    """Convert ``text``, D-HH:MM:SS, HH:MM:SS or minutes, to seconds. Other texts raise UsageError.
+    """Convert ``text``, D-HH:MM:SS, HH:MM:SS or minutes, to seconds. Raises UsageError for other formats.
 
-    ``option``: command-line option of the text, for the error message.
+    ``option``: name of the command-line option in the error message.
     """
     match, seconds = _WALLTIME.fullmatch(text), 0
     if match is None:
@@ -240,9 +237,9 @@ def walltime_s(text: str, option: str = "--time") -> int:
 
 
 def memory_mib(text: str, option: str = "--mem") -> float:
-    """Convert ``text``, a size such as 4000 (MiB) or 200G, to MiB. Other texts raise UsageError.
+    """Convert the size ``text``, such as 4000 (MiB) or 200G, to MiB. Raises UsageError for other formats.
 
-    ``option``: command-line option of the text, for the error message.
+    ``option``: command-line option to name in the error message.
     """
     match = _MEMORY.fullmatch(text)
     if match is None:

@@ -39,7 +39,7 @@ SAVE: Final = "save"
 
 @dataclass(frozen=True)
 class LedgerJob:
-    """A batch job with its entries in the journal of its run, oldest first."""
+    """A batch job and the entries of the run's journal that belong to this job, oldest first."""
 
     id: str
     entries: tuple[JournalEntry, ...]
@@ -60,7 +60,7 @@ class LedgerJob:
 
     @property
     def is_cancelled(self) -> bool:
-        """True if `hpcdist jobs cancel` cancelled the job. It may still save and end, but must not start again."""
+        """True if `hpcdist jobs cancel` cancelled the job. The job may still save and end, but must not restart."""
         return self.last(CANCELLED) is not None
 
     @property
@@ -71,7 +71,7 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append an entry of type ``event`` to the journal of ``run_dir``. ``**values``: its keys. Raises StorageError."""
+    """Append an entry of type ``event`` and keys ``**values`` to the journal of ``run_dir``. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         run_journal.append(run_dir, event, **values)
@@ -88,7 +88,7 @@ def read(run_dir: Path) -> list[JournalEntry]:
 
 
 def jobs(entries: Sequence[JournalEntry]) -> dict[str, LedgerJob]:
-    """Return {job id: `LedgerJob`}, in the order of the first entries. ``entries``: the result of `read`."""
+    """Return {job id: `LedgerJob`}, ordered by the first entry of each job. ``entries``: the result of `read`."""
     entries_of: dict[str, list[JournalEntry]] = {}
     for entry in entries:
         entries_of.setdefault(entry.job, []).append(entry)
@@ -96,7 +96,7 @@ def jobs(entries: Sequence[JournalEntry]) -> dict[str, LedgerJob]:
 
 
 def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
-    """Return the ids of the jobs that follow the job id ``job`` in its chain, in order. ``jobs``: all jobs by id."""
+    """Return the ids of the jobs after the job id ``job`` in that job's chain, in order. ``jobs``: {id: job}."""
     links: list[str] = []
     for other in jobs.values():
         submitted = other.last(SUBMITTED)
@@ -108,9 +108,9 @@ def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
 
 
 def registry(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the file with this user's list of run directories. The file may not exist yet.
+    """Return the path of the file that lists this user's run directories. The file may not exist yet.
 
-    ``environment``: environment variables, which locate the state directory.
+    The ``environment`` variables XDG_STATE_HOME and HOME determine the path.
     """
     home = environment.get("XDG_STATE_HOME") or os.path.join(environment.get("HOME") or "~", ".local", "state")
     return Path(home).expanduser() / "hpcdist" / REGISTRY
@@ -119,7 +119,7 @@ def registry(environment: Mapping[str, str] = os.environ) -> Path:
 def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None:
     """Add ``run_dir`` to this user's list of run directories. Prints a warning if the list cannot be written.
 
-    ``environment``: environment variables, which locate the list.
+    ``environment``: environment variables that locate the list, see `registry`.
     """
     path, place = registry(environment), os.path.abspath(run_dir)
     try:
@@ -136,9 +136,9 @@ def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def registered_runs(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the paths of this user's submitted runs that still exist, newest last. Raises StorageError.
+    """Return the existing directories in this user's list of runs, newest last. Raises StorageError.
 
-    ``environment``: environment variables, which locate the list of runs.
+    ``environment``: environment variables that locate the list of runs, see `registry`.
     """
     path = registry(environment)
     try:
@@ -172,13 +172,13 @@ class NewestCheckpoint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Number of training steps before the checkpoint, or 0 if the name has another form than "step-N"."""
+        """Number of training steps before the checkpoint, or 0 if the checkpoint's name is not "step-N"."""
         number = self.name.removeprefix("step-")
         return int(number) if number.isdecimal() else 0
 
 
 class RequeueVerdict(NamedTuple):
-    """Decision to requeue a job (``word`` "again") or not ("stop"). ``lost``: names of nodes that do not answer."""
+    """Decision about requeueing a job. ``word``: "again" or "stop". ``lost``: names of nodes that do not answer."""
 
     word: str
     reason: str
@@ -195,7 +195,7 @@ def decide(
     preempted: bool,
     lost_nodes: Callable[[], Sequence[str]],
 ) -> RequeueVerdict:
-    """Decide whether to requeue the job with the id ``job``, which ended with exit code ``code``. Local.
+    """Return a `RequeueVerdict` for the job with the id ``job``, which ended with exit code ``code``. Local.
 
     ``entries``: journal of the run. ``restart``: number of earlier requeues of the job. ``saved``: newest
     checkpoint of the run.
@@ -229,8 +229,8 @@ def decide(
 def fruitless_starts(entries: Iterable[JournalEntry], saved: NewestCheckpoint, digest: str) -> list[JournalEntry]:
     """Return the `began` entries of the latest consecutive job starts that made no checkpoint newer than ``saved``.
 
-    ``entries``: journal of the run. ``digest``: hash of the recipe, or the command line. A start with another
-    digest ends the series.
+    ``entries``: journal of the run. ``digest``: hash of the recipe, or the command line. Starts before a start with
+    another digest are ignored.
     """
     # Starts of cancelled jobs do not count.
     starts: list[JournalEntry] = []

@@ -40,7 +40,7 @@ class Installation:
     python_path: bool  # True if Python finds the package only with PYTHONPATH=`home`
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError if the package lacks libexec/hpcdist, the only command in its folder."""
+        """Raise ConfigurationError unless the package has the command libexec/hpcdist, alone in its folder."""
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
@@ -50,15 +50,15 @@ class Installation:
 
 
 def running_installation() -> Path:
-    """Return the root of the running hpcdist: its Python environment, or the folder that contains the package."""
+    """Return the root of the Python environment with the running hpcdist, or else the folder with the package."""
     home = Path(hpcdist.__file__).absolute().parents[1]
     return home.parents[2] if home.name in ("site-packages", "dist-packages") else home
 
 
 def find_installation(prefix: Path) -> Installation:
-    """Find hpcdist in ``prefix``: a virtual environment, a `pip install --target` folder, or a git clone.
+    """Return the `Installation` in ``prefix``: a virtual environment, `pip install --target` folder or git clone.
 
-    Raises UsageError for a path that PATH cannot contain, and ConfigurationError unless there is one installation.
+    Raises UsageError for a path that PATH cannot contain, and ConfigurationError unless it has exactly one hpcdist.
     """
     prefix = Path(os.path.abspath(prefix))
     _check_text(prefix)
@@ -166,12 +166,12 @@ def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) 
 
 
 def source() -> dict[str, Any]:
-    """Return the TOML table of help texts and variable names that all modulefiles contain."""
+    """Return a dict of the help texts and variable names that all modulefiles contain, read from a TOML file."""
     return tomllib.loads((job.folder(job.MODULEFILES) / f"{NAME}.toml").read_text(encoding="utf-8"))
 
 
 def lua(value: object) -> str:
-    """Return ``value`` as a Lua string literal: text of several lines in long brackets, other text in quotes."""
+    """Return ``value`` as a Lua string literal, in long brackets if the text has several lines, else in quotes."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text):
         level = next(n for n in range(len(text) + 1) if f"]{'=' * n}]" not in text + "]")
@@ -180,7 +180,7 @@ def lua(value: object) -> str:
 
 
 def tcl(value: object) -> str:
-    """Return ``value`` as one word of Tcl, in double quotes, or in braces if it has several lines and Tcl allows it."""
+    """Return ``value`` as one Tcl word in double quotes, or in braces if it has several lines and Tcl allows braces."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text) and _fits_braces(text):
         return f"{{{text}}}"
@@ -215,4 +215,4 @@ def _check_variable(name: str, value: str, accepted: Iterable[str]) -> None:
             f"hpcdist does not read a variable {name}; {suggestion(name, accepted, f'and {SETTINGS_PREFIX}...')}"
         )
     if not value.isprintable():
-        raise UsageError(f"{name}={value!r} has a newline or another control character; modulefiles cannot contain it")
+        raise UsageError(f"{name}={value!r} has a newline or another control character; remove this character")

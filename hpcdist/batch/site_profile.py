@@ -96,7 +96,7 @@ class SiteEnvironment:
         for name in self.modules:
             if not _MODULE.fullmatch(name) or name.startswith("-"):
                 raise ConfigurationError(
-                    f"environment.modules: {name!r} is not a valid module name; write one as in `module load`"
+                    f"environment.modules: {name!r} is not a valid module name; write a name as for `module load`"
                 )
         _variables("environment.variables", self.variables)
 
@@ -119,8 +119,8 @@ class SiteGpus:
         _one_of("gpu.request", self.request, GPU_REQUESTS)
         if self.order and sorted(self.order) != list(range(self.per_node or len(self.order))):
             raise ConfigurationError(
-                f"gpu.order = {list(self.order)} with gpu.per_node = {self.per_node}: list each GPU of a node once, "
-                "by index from 0"
+                f"gpu.order = {list(self.order)} does not fit gpu.per_node = {self.per_node}; list each GPU of a "
+                "node once, by index from 0"
             )
 
 
@@ -183,7 +183,7 @@ class SiteLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteContainer:
-    """Section ``[container]``: ``runtime`` that executes Python in an ``image``. An empty ``image``: no container."""
+    """Section ``[container]``: ``runtime`` is the command that runs Python in ``image``, "" for no container."""
 
     image: str = ""
     runtime: tuple[str, ...] = ("apptainer", "exec", "--nv")
@@ -224,9 +224,9 @@ class SiteProfile:
             )
 
     def complete(self, job: BatchJob) -> BatchJob:
-        """Return a copy of ``job`` with this site's defaults for options that the job leaves unset.
+        """Return a copy of ``job`` with this site's defaults for options that ``job`` leaves unset.
 
-        Options in its ``sbatch_args`` count as set.
+        Options in ``job.sbatch_args`` count as set.
         """
         options = [argument.partition("=")[0] for argument in job.sbatch_args]
         changes: dict[str, Any] = {}

@@ -43,11 +43,13 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     limits, place = limits_of_job(job, site)
     if limits.max_walltime and job.walltime is not None and walltime_s(job.walltime) > walltime_s(limits.max_walltime):
         raise ConfigurationError(
-            f"--time {job.walltime} is over the limit of {place}, {limits.max_walltime}; ask for less: the job saves "
-            "and continues after a requeue, or in the next job of a --chain"
+            f"--time {job.walltime} is over the limit of {place}, {limits.max_walltime}; use a shorter --time: the job "
+            "saves a checkpoint, and continues after a requeue or in the next job of a --chain"
         )
     if limits.mem_per_node and job.mem is not None and memory_mib(job.mem) > memory_mib(limits.mem_per_node):
-        raise ConfigurationError(f"--mem {job.mem} is more than {limits.mem_per_node}, the memory of a node of {place}")
+        raise ConfigurationError(
+            f"--mem {job.mem} is more than {limits.mem_per_node}, the memory of a node of {place}; reduce --mem"
+        )
     if job.gpus_per_node and site.gpu.unsupported:
         raise ConfigurationError(
             f"{counted(job.gpus_per_node, 'GPU')} per node at the site {site.name} cannot be used: "
@@ -59,14 +61,14 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     gpus = limits.gpus_per_node if limits.gpus_per_node >= 0 else (site.gpu.per_node or None)
     if gpus is not None and job.gpus_per_node > gpus:
         raise ConfigurationError(
-            f"{counted(job.gpus_per_node, 'GPU')} per node (--gpus-per-node, or one GPU for each of --ranks-per-node "
-            f"{job.ranks_per_node}), but a node of {place} has {gpus}; use more nodes with fewer ranks each"
+            f"the job needs {counted(job.gpus_per_node, 'GPU')} per node for --ranks-per-node {job.ranks_per_node}, "
+            f"but a node of {place} has {gpus}; reduce --gpus-per-node, or use more nodes with fewer ranks per node"
         )
     cores = job.ranks_per_node * job.cpus_per_task
     if limits.cores_per_node and cores > limits.cores_per_node:
         raise ConfigurationError(
-            f"--ranks-per-node {job.ranks_per_node} x --cpus-per-task {job.cpus_per_task} = {cores} cores, but a node "
-            f"of {place} has {limits.cores_per_node}; reduce one of the two options"
+            f"--ranks-per-node {job.ranks_per_node} x --cpus-per-task {job.cpus_per_task} needs {cores} cores, but a "
+            f"node of {place} has {limits.cores_per_node} cores; reduce one of the two options"
         )
     kind = site.launcher.kind
     if job.survive != "none" and (kind, site.launcher.mpi) != ("mpirun", "openmpi"):
@@ -109,13 +111,12 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
     for option, value in options.items():
         if value is not None:
             raise ConfigurationError(
-                f"{option} {value}: the site {site.name} has no scheduler, and the job runs until all steps are "
-                f"done; leave {option} out"
+                f"{option} {value}: the site {site.name} has no scheduler, which this option needs; leave {option} out"
             )
 
 
 def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
-    """Return the `SiteLimits` for ``job``, and a text that names the partition, QOS or site that sets them."""
+    """Return (`SiteLimits` for ``job``, text that names the partition, QOS or site that sets the limits)."""
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:
         if job.partition not in site.partitions:
@@ -132,7 +133,7 @@ def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: {purpose: path}."""
+    """Return a list of warnings about paths that the nodes of ``site`` cannot see. ``paths``: {purpose: path}."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
@@ -150,7 +151,7 @@ def _hidden_reason(path: Path, site: SiteProfile) -> str | None:
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the folders to search for site profiles, in order. ``environment``: environment variables."""
+    """Return the folders to search for site profiles, in search order. ``environment``: environment variables."""
     listed = [Path(text).expanduser() for text in environment.get(SEARCH_PATH, "").split(os.pathsep) if text]
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     user_folder = Path(home).expanduser() / "hpcdist" / "sites"
@@ -163,9 +164,9 @@ def shipped_folders() -> list[Path]:
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return {name of a site profile: its path}. The first folder with a name takes precedence.
+    """Return {profile name: path} for all site profiles. If several folders contain a name, the first folder wins.
 
-    ``environment``: environment variables, which set the search path.
+    ``environment``: environment variables that determine the `folders`.
     """
     paths: dict[str, Path] = {}
     for folder in folders(environment):
@@ -177,7 +178,7 @@ def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
 def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown name.
 
-    ``environment``: environment variables, which set the search path.
+    ``environment``: environment variables that set the search path.
     """
     if os.sep in named or named.endswith(".toml"):
         return Path(named).expanduser()
@@ -193,7 +194,7 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
 def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile:
     """Read the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown or invalid profile.
 
-    ``environment``: environment variables, which set the search path.
+    ``environment``: environment variables that set the search path.
     """
     path = path_of(named, environment)
     tree = _load_tables(path, environment, ())
@@ -205,9 +206,9 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Read the site profile ``named``, or if None the profile that ``environment`` sets as HPCDIST_SITE.
+    """Read the site profile ``named``, or the profile that HPCDIST_SITE in ``environment`` names if ``named`` is None.
 
-    Without both, read a generic profile for the scheduler commands on PATH.
+    If both are unset, read a generic profile that fits the scheduler and MPI commands on PATH.
     """
     named = named or environment.get(VARIABLE)
     if named:
@@ -225,7 +226,7 @@ def load_selected(named: str | None, environment: Mapping[str, str] = os.environ
 def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
     """Return (nested dict of the recipe settings in the site profile ``named``, path of the profile).
 
-    ``named``: name or path of the profile. ``environment``: environment variables, which set the search path.
+    ``named``: name or path of the profile. ``environment``: environment variables that set the search path.
     """
     path = path_of(named, environment)
     return load(named, environment).recipe, path

@@ -99,7 +99,7 @@ def _begin(moment: datetime, scheduler: str = "slurm") -> str:
 
 
 def directive(value: object) -> str:
-    """Quote ``value`` for #SBATCH lines, where a backslash escapes. Raises UsageError for control characters."""
+    """Return ``value``, quoted if necessary, for an #SBATCH line. Raises UsageError for control characters."""
     text = _one_line(value, "an #SBATCH line")
     if _PLAIN.fullmatch(text):
         return text
@@ -175,18 +175,17 @@ class SubmittedJob:
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return the jobs to submit for ``job``, in order, as a list of pairs (job, text of its script). Local."""
+    """Return a list of pairs (job, script text), in order, of all jobs to submit for ``job``. Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
-    """Submit ``links``, pairs (job, script text) of a chain, at ``site``. Yield a `SubmittedJob` for each.
+    """Submit the pairs ``links`` = (job, script text) of a chain at ``site``. Yield a `SubmittedJob` for each job.
 
     ``folder``: directory of the logs. Each job starts after the previous job has ended. Raises HpcdistError.
     """
-    # Each job starts after the previous job has ended, and is recorded before the next job is submitted. ``folder`` is
-    # for the logs.
+    # Each job is recorded in the journal before the next job is submitted.
     if site.scheduler.kind == "slurm":
         from hpcdist.batch.schedulers import slurm
 
@@ -208,7 +207,7 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
                 job.run_dir, ledger.SUBMITTED, job=number, **values, chain=[earlier.number for earlier in submitted]
             )
         except StorageError as error:
-            raise StorageError(f"job {number} was submitted, but not recorded: {error}") from error
+            raise StorageError(f"job {number} was submitted, but not recorded in the journal: {error}") from error
         yield submitted[-1]
 
 
@@ -222,7 +221,7 @@ def script_with_input(job: BatchJob, text: str) -> str:
 
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
-    """Lock ``run_dir`` in a ``with`` block, so that no other process submits jobs for the run. Raises StorageError."""
+    """Context manager that prevents other processes from submitting jobs for ``run_dir``. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(run_dir / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -239,7 +238,7 @@ def exclusive(run_dir: Path) -> Iterator[None]:
 
 
 def unfinished_states(run_dir: Path) -> Mapping[str, str]:
-    """Return {job id: scheduler's state} of the jobs of ``run_dir`` that have not ended. Raises StorageError."""
+    """Return {job id: state in the scheduler} of the unfinished jobs of ``run_dir``. Raises StorageError."""
     from hpcdist.batch.schedulers import dispatch
 
     states = dispatch.states(job.id for job in ledger.jobs(ledger.read(run_dir)).values() if not job.is_ended)

@@ -39,7 +39,7 @@ _ALIASES: Final = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 @dataclass(frozen=True)
 class Wheel:
-    """Name, version and metadata of a wheel file. The metadata fields ``extras`` and ``python`` may be empty."""
+    """Path, name, version and metadata of a wheel file. Only `read` sets the metadata, ``extras`` and ``python``."""
 
     path: Path
     name: str  # normalised: lower case, with hyphens
@@ -57,7 +57,7 @@ class Wheel:
 
     @classmethod
     def read(cls, path: Path) -> "Wheel":
-        """Return the wheel ``path`` with its metadata. Raises UsageError if it is damaged, or not a hpcdist wheel."""
+        """Return the wheel ``path`` with the metadata. Raises UsageError unless it is an undamaged hpcdist wheel."""
         parsed = cls.named(path)
         if parsed.name != _OWN:
             raise UsageError(f"{path} is a wheel of {parsed.name}; expected a wheel of {_OWN}")
@@ -71,7 +71,7 @@ class Wheel:
         return cls(path, parsed.name, parsed.version, extras, str(message.get("Requires-Python", "")))
 
     def check(self, *, extras: Sequence[str], python: str) -> None:
-        """Raise UsageError if the wheel lacks one of the ``extras`` (keyword argument), or needs a newer Python."""
+        """Raise UsageError if the wheel lacks one of ``extras``, or needs a newer Python version than ``python``."""
         for extra in extras:
             if extra not in self.extras:
                 raise UsageError(f"hpcdist has no extra {extra!r}; {suggestion(extra, sorted(self.extras))}")
@@ -83,7 +83,7 @@ class Wheel:
 
 
 def compatible_tags(platform: str) -> tuple[str, ...]:
-    """Return the wheel platform tags that ``platform`` accepts, newest first. Raises UsageError if it is unknown."""
+    """Return the tags of wheels that run on ``platform``, newest first. Raises UsageError if it is unsupported."""
     # pip matches tags literally, so older compatible tags must be listed.
     match = _PLATFORM.fullmatch(platform)
     if match is None:
@@ -99,7 +99,7 @@ def compatible_tags(platform: str) -> tuple[str, ...]:
             tags.append(f"{_ALIASES[minor]}_{machine}")
     if not tags:
         raise UsageError(
-            f"--platform {platform}: the oldest supported for {machine} is manylinux_2_{_OLDEST[machine]}_{machine}"
+            f"--platform {platform} is too old; the oldest for {machine} is manylinux_2_{_OLDEST[machine]}_{machine}"
         )
     return tuple(tags)
 
@@ -139,7 +139,7 @@ class CollectedWheels:
 
 
 def collect(order: WheelhouseOrder) -> CollectedWheels:
-    """Collect the wheels of ``order`` with pip in a new folder. The folder appears only when it is complete."""
+    """Collect the wheels of ``order`` with pip in the new folder ``order.output``, which appears when complete."""
     # If ``order.wheel`` is None, build hpcdist's wheel from its git clone; without a clone, raise UsageError.
     _check(order)
     try:
@@ -163,8 +163,8 @@ def collect(order: WheelhouseOrder) -> CollectedWheels:
 def _check(order: WheelhouseOrder) -> None:
     if order.output.exists() and (not order.output.is_dir() or any(order.output.iterdir())):
         raise UsageError(
-            f"{order.output} exists and is not an empty folder: give a new folder, or old wheels would be installed "
-            "together with the new wheels"
+            f"{order.output} exists and is not an empty folder; give a new folder, because old wheels would be "
+            "installed together with the new wheels"
         )
     if order.python_version and not re.fullmatch(r"3\.\d{1,2}", order.python_version):
         raise UsageError(f"--python-version {order.python_version!r}: expected two numbers, as in 3.12")
@@ -215,7 +215,7 @@ def _own_wheel(folder: Path, wheel: Path | None) -> Path:
         try:
             return Path(shutil.copy(wheel, folder))
         except FileNotFoundError as error:
-            raise UsageError(f"--wheel {wheel}: no such file") from error
+            raise UsageError(f"--wheel {wheel} does not exist; give the path of a hpcdist wheel") from error
     installed = Path(hpcdist.__file__).resolve().parents[1]
     content = (*BUILT_FROM, "hpcdist/__init__.py")
     places = (installed, Path.cwd())

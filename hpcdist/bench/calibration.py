@@ -37,7 +37,7 @@ _LINKS_SHARE: Final = 0.3  # duration of the messages / duration of messages and
 
 
 class LoadSample(NamedTuple):
-    """Load of a machine: load average (NaN: unknown), number of cores, and number of this job's threads."""
+    """Load of a machine: load average (NaN if unknown), number of this job's threads, and number of cores."""
 
     load: float
     threads: int
@@ -45,12 +45,12 @@ class LoadSample(NamedTuple):
 
     @property
     def most(self) -> float:
-        """Highest load average that this job's threads and a small margin explain. Above it, other processes run."""
+        """Highest load average without other processes: this job's threads plus a small margin."""
         return self.threads + max(SPARE, SPARE_SHARE * self.cores)
 
 
 def sample_load(comm: Communicator, threads: int) -> tuple[LoadSample, ...]:
-    """Return a `LoadSample` for each machine. ``threads``: number of threads of each rank. Collective."""
+    """Return a tuple of one `LoadSample` per machine. ``threads``: number of this rank's threads. Collective."""
     sample = LoadSample(load_average(), threads, os.cpu_count() or 1)
     machines: dict[str, LoadSample] = {}
     for name, rank_sample in comm.allgather_object((_machine(comm), sample)):
@@ -68,7 +68,7 @@ def _machine(comm: Communicator) -> str:
 
 
 def busy_before(samples: Sequence[LoadSample]) -> str:
-    """Return a warning text if other processes keep a machine busy, or "". ``samples``: load of each machine."""
+    """Return a warning text if other processes use a machine, or "". ``samples``: one `LoadSample` per machine."""
     return _worst([(sample.load, sample) for sample in samples])
 
 
@@ -77,8 +77,8 @@ def busy_meanwhile(
 ) -> str:
     """Return a warning text if other processes kept a machine busy during a measurement, or "".
 
-    ``before``, ``after``: load of each machine. ``seconds``: time between the two samples. ``spread``: relative
-    excess of the mean duration over the first quartile, or None if unknown.
+    ``before``, ``after``: load of each machine before and after the measurement, ``seconds`` seconds apart.
+    ``spread``: mean duration of the repetitions / first quartile of the durations - 1, or None if unknown.
     """
     loads = []
     for old, new in zip(before, after, strict=True):
@@ -104,7 +104,7 @@ def _worst(loads: Sequence[tuple[float, LoadSample]]) -> str:
 
 
 def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
-    """Write a calibration to the new HDF5 file ``path``, with the attributes ``provenance``. Raises StorageError."""
+    """Write a calibration to the new HDF5 file ``path``. ``provenance``: file attributes. Raises StorageError."""
     attributes = {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds}
     with FORMAT.edit(path, {**attributes, "busy": calibration.busy}) as file:
         for dtype, products in calibration.products.items():
@@ -150,7 +150,7 @@ def run(
     processor: str,
     print_line: calibrate_links.Report,
 ) -> CalibrationPoints:
-    """Run the calibration ``request``. Return its measurements on all ranks. Collective over ``comm``.
+    """Run the calibration ``request``, and return the measurements on every rank. Collective over ``comm``.
 
     ``mpi_library``, ``processor``: names to store in the result. ``print_line``: function that prints on rank 0.
     """
@@ -200,7 +200,7 @@ def run(
 
 
 def machine(comm: Communicator, device_kind: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return a description of this machine and of rank 0's device. ``device_kind``: "cpu" or "gpu". Collective.
+    """Return a description of the machine and of this rank's device (``device_kind``: "cpu" or "gpu"). Collective.
 
     ``mpi_library``, ``processor``: names of the MPI library and of the CPU model, to store in the result.
     """
@@ -231,6 +231,6 @@ def machine(comm: Communicator, device_kind: str, mpi_library: str, processor: s
 
 
 def threads_of_rank() -> int:
-    """Return the number of BLAS threads of this rank: from the environment, else the number of its cores. Local."""
+    """Return the number of BLAS threads of this rank, from the environment or else the number of cores. Local."""
     setting = next((os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name, "").isdigit()), "")
     return max(1, int(setting)) if setting else len(os.sched_getaffinity(0))

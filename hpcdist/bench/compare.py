@@ -35,7 +35,7 @@ _BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 @dataclass(frozen=True)
 class CompareSide:
-    """Iteration durations of one configuration in one results file. ``session``: process number of each iteration."""
+    """Iteration durations of a configuration in a results file. ``session``: number of each iteration's process."""
 
     times_s: np.ndarray
     session: np.ndarray
@@ -55,11 +55,11 @@ class CompareRule:
 
 @dataclass(frozen=True)
 class MedianChange:
-    """Change of a configuration from the first file to the second. ``ratio`` above 1 means slower."""
+    """Change of a configuration's median duration from the first file to the second. ``ratio`` > 1 means slower."""
 
     name: str
     verdict: str
-    ratio: float | None  # this figure and the next four are None if the second result is wrong
+    ratio: float | None  # this field and the next four are None if the second result is wrong
     low: float | None  # confidence interval of the ratio: low to high
     high: float | None
     before_s: float | None
@@ -71,7 +71,7 @@ class MedianChange:
 
 @dataclass(frozen=True)
 class ResultsComparison:
-    """Comparison of two results files: changes of common configurations, and names in only one file."""
+    """Comparison of two results files: changes of common configurations, and names of the other configurations."""
 
     changes: tuple[MedianChange, ...]
     only_before: tuple[str, ...]
@@ -81,12 +81,12 @@ class ResultsComparison:
 
     @property
     def regressions(self) -> list[MedianChange]:
-        """Changes to a slower or wrong result, except for memory copies and exchanges between nodes."""
+        """Changes to a slower or wrong result. Reference transfers (copies, exchanges between nodes) are excluded."""
         return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
 
     @property
     def judged(self) -> list[MedianChange]:
-        """Changes with enough iterations for a verdict, except for copies and exchanges between nodes."""
+        """Changes with enough iterations for a verdict. Reference transfers such as memory copies are excluded."""
         return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 
@@ -119,7 +119,7 @@ def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
 
 
 def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule) -> MedianChange:
-    """Return the change of the results of configuration ``name`` from ``before`` to ``after``."""
+    """Return the change of the median duration of configuration ``name`` from ``before`` to ``after``."""
     counts = (len(before.times_s), len(after.times_s))
     sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     if after.wrong:
@@ -223,12 +223,12 @@ _FIGURES: Final[Catalogue[MedianChange]] = Catalogue(
 
 
 def text(comparison: ResultsComparison) -> str:
-    """Return the table of ``comparison`` as text, with the names in only one file and the notes below."""
+    """Return ``comparison`` as a text table, followed by the configurations in only one file and the notes."""
     return "\n".join([*_FIGURES.aligned(comparison.changes, (0, -1)), *_footer(comparison)])
 
 
 def markdown(comparison: ResultsComparison) -> str:
-    """Return ``comparison`` as a Markdown table, with the names in only one file and the notes below."""
+    """Return ``comparison`` as a Markdown table, followed by the configurations in only one file and the notes."""
     lines = _FIGURES.markdown(comparison.changes)
     return "\n".join([*lines, *(f"\n{line}" for line in _footer(comparison))])
 
@@ -251,6 +251,6 @@ def _by_cell(names: Sequence[str]) -> list[str]:
 
 
 def jsonable(comparison: ResultsComparison, rule: CompareRule) -> dict[str, Any]:
-    """Return ``comparison`` and the settings ``rule`` as JSON values."""
+    """Return a dict for JSON with the settings ``rule``, the fields of ``comparison`` and the regressions."""
     regressions = [change.name for change in comparison.regressions]
     return {"rule": asdict(rule), **asdict(comparison), "regressions": regressions}

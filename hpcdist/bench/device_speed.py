@@ -39,7 +39,7 @@ STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Seconds of an operation with ``one`` busy rank per node, and with ``all`` ranks of the node busy."""
+    """Duration of an operation in seconds: ``one`` with one busy rank per node, ``all`` with all ranks busy."""
 
     one: float
     all: float
@@ -47,7 +47,7 @@ class BusySeconds(NamedTuple):
 
 
 class ProductPoint(NamedTuple):
-    """Time of a product of matrices of shapes (m, k) and (k, n)."""
+    """Duration of the product of two matrices, with shapes (m, k) and (k, n)."""
 
     m: int
     k: int
@@ -56,7 +56,7 @@ class ProductPoint(NamedTuple):
 
 
 class MovePoint(NamedTuple):
-    """Time of the ``operation`` "copy" or "add" on arrays, which reads and writes ``nbytes`` bytes."""
+    """Duration of an array ``operation``, "copy" or "add". ``nbytes``: bytes read plus bytes written."""
 
     operation: str
     nbytes: int
@@ -64,7 +64,7 @@ class MovePoint(NamedTuple):
 
 
 class KindPoint(NamedTuple):
-    """Time per training step of all operations of one ``kind``, e.g. "matmul" or "attention"."""
+    """Total duration per training step of all operations of one ``kind``, for example "matmul" or "attention"."""
 
     kind: str
     forward: BusySeconds
@@ -97,7 +97,7 @@ class LinkPoint(NamedTuple):
 
 
 class CollectivePoint(NamedTuple):
-    """First quartile of a collective's durations on the slowest rank, on one ``level``: "node" or "network"."""
+    """Duration of a collective on the slowest rank (first quartile), at the ``level`` "node" or "network"."""
 
     operation: str
     algorithm: str
@@ -110,7 +110,7 @@ class CollectivePoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedMachine:
-    """Device of a rank, and the machine with ``hosts`` hosts of ``ranks_per_host`` ranks."""
+    """Device of a rank, and the machine: ``hosts`` hosts, with at most ``ranks_per_host`` ranks on each host."""
 
     device: str
     on: str  # "cpu", or "gpu"
@@ -126,7 +126,7 @@ class CalibratedMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPoints:
-    """Measurements of a calibration. ``links`` and ``collectives`` are empty with a single rank."""
+    """Measurements of a calibration. ``links`` and ``collectives`` are empty if there is only one rank."""
 
     machine: CalibratedMachine
     products: dict[str, tuple[ProductPoint, ...]]  # by dtype
@@ -153,13 +153,13 @@ class CalibrationRequest:
     def __post_init__(self) -> None:
         if self.most_bytes < 64 * self.least_bytes:
             raise UsageError(
-                f"message sizes from {self.least_bytes} to {self.most_bytes} bytes are too few to fit; set the largest "
-                f"size (--max-bytes) to at least {64 * self.least_bytes} bytes"
+                f"message sizes from {self.least_bytes} to {self.most_bytes} bytes are too similar for a fit; set the "
+                f"largest size (--max-bytes) to at least {64 * self.least_bytes} bytes"
             )
 
 
 def sizes(smallest: int, largest: int, per_octave: int = 4) -> tuple[int, ...]:
-    """Return sizes in bytes from ``smallest`` to ``largest``, with ``per_octave`` sizes per factor of 2."""
+    """Return a tuple of sizes in bytes from ``smallest`` to ``largest``, with ``per_octave`` sizes per doubling."""
     rounded, step = [], 0
     while (size := smallest * 2 ** (step / per_octave)) <= largest * 1.0001:
         rounded.append(max(64, round(size / 64) * 64))
@@ -168,7 +168,7 @@ def sizes(smallest: int, largest: int, per_octave: int = 4) -> tuple[int, ...]:
 
 
 def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
-    """Return the default GPT models to time: (model, sequence length, micro-batch sizes)."""
+    """Return the default GPT models to time, as tuples (model, sequence length, micro-batch sizes)."""
     return (
         (ModelConfig(layers=2, hidden=128, heads=2, vocabulary=256), 128, (1, 4)),
         (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 128, (2, 4)),
@@ -187,7 +187,7 @@ def shapes(device_kind: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, device_kind: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure matrix products of the `shapes` for about ``seconds`` seconds. Return a point per shape. Collective.
+    """Return a `ProductPoint` for each of the `shapes`, measured in about ``seconds`` seconds in total. Collective.
 
     ``dtype``: type of the matrix elements. ``device_kind``: "cpu" or "gpu".
     """
@@ -214,7 +214,7 @@ def _synchronised(operation: Call, result: Any) -> Call:
 
 
 def moves(comm: Communicator, device_kind: str, seconds: float) -> tuple[MovePoint, ...]:
-    """Measure copies and sums of arrays for ``seconds`` seconds on "cpu" or "gpu". Collective."""
+    """Return a `MovePoint` for an array copy and sum of each size, measured in about ``seconds`` s. Collective."""
     nbytes, largest_bytes = MOVED[device_kind]
     calls: list[tuple[str, int, Call]] = []
     while nbytes <= largest_bytes:
@@ -228,7 +228,7 @@ def moves(comm: Communicator, device_kind: str, seconds: float) -> tuple[MovePoi
 
 
 def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[BusySeconds]:
-    """Time the functions ``calls`` for ``seconds`` seconds, with one busy rank per node and with all. Collective."""
+    """Return a `BusySeconds` for each function in ``calls``, measured in about ``seconds`` seconds. Collective."""
     alone = _rounds(comm, calls, seconds / 2, works=comm.nodes().intra.rank == 0)
     if comm.nodes().intra.size == 1:
         return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]
@@ -262,7 +262,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, device_kind: str) -> ModelPoint:
-    """Time training steps of a model. Return the durations by kind of operation. Collective.
+    """Time training steps of a model on this rank. Return the durations by kind of operation. Collective.
 
     ``config``: model configuration. ``context``: tokens per sequence. ``samples``: sequences per step.
     ``device_kind``: "cpu" or "gpu".

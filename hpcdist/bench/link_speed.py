@@ -43,10 +43,10 @@ VISITS: Final = 4
 
 
 class BorderTimes(NamedTuple):
-    """Durations near jumps, {series: {size: seconds}}: ``remeasured`` sizes, and new sizes ``between`` them."""
+    """Two dicts {series: {size in bytes: seconds}} near jumps: sizes measured again, and new sizes between them."""
 
-    remeasured: dict[str, dict[int, float]]
-    between: dict[str, dict[int, float]]
+    remeasured: dict[str, dict[int, float]]  # both sizes of each jump, with the smaller of two times
+    between: dict[str, dict[int, float]]  # sizes between the two sizes of a jump
 
 
 class _Bracket(NamedTuple):
@@ -61,10 +61,10 @@ class _Bracket(NamedTuple):
 
 
 def borders(durations: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
-    """Measure more sizes where a duration jumps between two sizes. Collective if ``measure`` is.
+    """Measure more sizes where a duration jumps between two sizes. Collective if ``measure`` is collective.
 
-    ``durations``: {name: {size: seconds}} of at least four sizes. ``measure``: function that returns the durations of
-    all names at given sizes, equal on all ranks.
+    ``durations``: {series name: {size in bytes: seconds}} of at least four sizes. ``measure``: function that takes
+    a list of sizes, and returns a dict like ``durations`` that is equal on all ranks.
     """
     border_times = BorderTimes({}, {})
     jumps = {name: _jumps(times) for name, times in durations.items()}
@@ -126,10 +126,10 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 def links(
     comm: Communicator, bounds: tuple[int, int], seconds: float, device_kind: str, print_line: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages within and between nodes. Return a point per level and size. Collective over ``comm``.
+    """Measure messages inside and between nodes. Return a point for each level and size. Collective over ``comm``.
 
-    ``bounds``: (smallest, largest) message in bytes. ``seconds``: total time. ``device_kind``: "cpu" or "gpu".
-    ``print_line``: function that prints progress.
+    ``bounds``: (smallest, largest) message size in bytes. ``seconds``: approximate total duration. ``device_kind``:
+    memory of the messages, "cpu" or "gpu". ``print_line``: function that prints progress.
     """
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
@@ -159,7 +159,7 @@ class _Level:
             array[...] = 1  # unwritten pages all map to one page of zeros, which fits into any cache
 
     def points(self, nbytes: Sequence[int]) -> list[LinkPoint]:
-        """Measure messages of each size in the list ``nbytes``. Return a list of points, sorted by size. Collective."""
+        """Measure messages of the sizes ``nbytes`` and of sizes near jumps. Return sorted points. Collective."""
         plain = self._at(nbytes)
         rounds: list[dict[int, BusySeconds]] = []
 
@@ -237,10 +237,10 @@ def of_collectives(
     mpi_library: str,
     print_line: Report,
 ) -> tuple[CollectivePoint, ...]:
-    """Measure collectives on the ranks of a node, and on all ranks. Return all points on every rank. Collective.
+    """Measure collectives inside nodes and over all ranks. Return all points on every rank. Collective over ``comm``.
 
-    ``algorithms``: names to measure. ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: total time.
-    ``mpi_library``: name of the MPI library. ``print_line``: function that prints progress.
+    ``algorithms``: algorithm names. ``bounds``: (smallest, largest) buffer size in bytes. ``seconds``: approximate
+    total duration. ``mpi_library``: name of the MPI library. ``print_line``: function that prints progress.
     """
     nodes, points = comm.nodes(), []
     groups = [(INSIDE, nodes.intra)] if nodes.uniform and nodes.intra.size > 1 else []
@@ -261,9 +261,10 @@ class _Operation:
         self._shares = shared_memory.is_available(group) and group.nodes().count == 1
 
     def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
-        """Measure one collective at sizes in ``bounds``. Return a sorted list of points. Collective.
+        """Measure the collective at several sizes. Return a list of points, sorted by algorithm and size. Collective.
 
-        ``level``: "node" or "network", to store in the points. ``seconds``: total time of the measurement.
+        ``level``: "node" or "network", stored in each point. ``bounds``: (smallest, largest) size in bytes.
+        ``seconds``: approximate total duration.
         """
         buffer_sizes = sizes(*bounds)
         size_s = seconds / len(buffer_sizes)

@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 
 class SampleColumn:
-    """Description of an HDF5 dataset: ``meaning``, names of its dimensions (``axes``), and unit."""
+    """Description of an HDF5 dataset: a text on the ``meaning``, the names ``axes`` of the dimensions, and the unit."""
 
     def __init__(self, meaning: str, *axes: str, units: str = "s") -> None:
         self.meaning, self.axes, self.units = meaning, axes, units
@@ -33,7 +33,7 @@ class SampleColumn:
 
 @dataclass(frozen=True)
 class ResultsFormat:
-    """Schema name and version of an HDF5 results file. ``records``: group of the results, "" for the root."""
+    """Schema name and version of an HDF5 results file. ``records``: name of the results group, or "" for the root."""
 
     schema: str
     version: int
@@ -41,7 +41,10 @@ class ResultsFormat:
 
     @contextmanager
     def edit(self, path: Path, provenance: Mapping[str, Any]) -> Iterator[Any]:
-        """Open or create the results file ``path``, and yield the group of its records. Raises StorageError."""
+        """Open or create the results file ``path``. Yield the HDF5 group of the records. Raises StorageError.
+
+        ``provenance``: attributes to write if the file is new.
+        """
         created = not path.exists()
         with files.edit(path, self.schema, self.version) as file:
             if created:
@@ -52,24 +55,24 @@ class ResultsFormat:
 
     @contextmanager
     def read(self, path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Open the results file ``path``. Yield (provenance, group of its records). Raises StorageError."""
+        """Open the results file ``path``. Yield (dict of provenance, HDF5 group of records). Raises StorageError."""
         with files.open_read(path, self.schema, self.version) as file:
             try:
                 header = ("schema", "schema_version", "NX_class")
                 provenance = {name: plain(value) for name, value in file.attrs.items() if name not in header}
                 yield provenance, file[self.records] if self.records else file
             except files.FAILURES as error:
-                raise StorageError(f"{path}: the file is damaged: {error}; measure again") from error
+                raise StorageError(f"{path} is damaged: {error}; delete the file and measure again") from error
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy array or scalar to a Python value. NaN becomes None."""
+    """Convert a NumPy array to a list, or a NumPy scalar to a Python scalar. A NaN scalar becomes None."""
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
-    """Write the dataclass object ``record`` into the HDF5 ``group``. ``grows``: arrays may be extended later."""
+    """Write the dataclass object ``record`` into the HDF5 ``group``. ``grows``: True if `extend_record` follows."""
     group.attrs.update(_attributes(record))
     columns = {name: (getattr(record, name), column) for name, column in _sample_columns(type(record)).items()}
     if columns:
@@ -77,7 +80,7 @@ def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
 
 
 def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColumn]], *, grows: bool = False) -> None:
-    """Write the datasets ``columns``, {name: (values, description)}, into the HDF5 ``group``."""
+    """Create HDF5 datasets in ``group``. ``columns``: {name: (values, description)}. ``grows``: resizable datasets."""
     # NeXus viewers show the first dataset. A dataset can be the scale of another dataset.
     for name, (values, column) in columns.items():
         options: dict[str, Any] = {}
@@ -98,7 +101,7 @@ def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColu
 
 
 def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
-    """Attach dimension scales to datasets of ``group``. ``axes``: {dataset name: names of its scales}."""
+    """Attach HDF5 dimension scales to datasets of ``group``. ``axes``: {dataset name: scale name of each dimension}."""
     for scale in dict.fromkeys(axis for names in axes.values() for axis in names):
         group[scale].make_scale(scale)
     for name, scales in axes.items():
@@ -108,7 +111,7 @@ def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
 
 
 def extend_record(group: Any, record: Any) -> None:
-    """Append the arrays of the dataclass object ``record`` to the datasets of ``group``."""
+    """Append each array of the dataclass object ``record`` to the dataset with the array's name in ``group``."""
     for name, column in _sample_columns(type(record)).items():
         values, dataset, scale = getattr(record, name), group[name], group[column.axes[0]]
         length = len(dataset) + len(values)
@@ -119,7 +122,7 @@ def extend_record(group: Any, record: Any) -> None:
 
 
 def read_record(group: Any, kind: type[Record], **values: Any) -> Record:
-    """Return an object of the dataclass ``kind``, with fields from the HDF5 ``group`` and from ``values``."""
+    """Return an object of the dataclass ``kind``. Fields that are not in ``values`` come from the HDF5 ``group``."""
     for name, hint in _hints(kind).items():
         if name in values:
             continue
@@ -158,7 +161,7 @@ def _attributes(record: Any) -> dict[str, Any]:
 
 
 def check_on_all_ranks(comm: Communicator, check: Callable[[], object]) -> None:
-    """Call ``check`` on rank 0, and raise its HpcdistError on every rank. Collective over ``comm``."""
+    """Call ``check`` on rank 0. Raise an HpcdistError of this call on every rank. Collective over ``comm``."""
     error: HpcdistError | None = None
     try:
         if comm.rank == 0:

@@ -43,7 +43,7 @@ _WIDTH: Final = 14.0  # of a plot, in inches
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Settings of simulated pipeline schedules."""
+    """Settings of simulated schedules. ``costs``: seconds of (forward, input gradient, weight gradient) per stage."""
 
     stages: int
     microbatches: int
@@ -54,16 +54,16 @@ class ScheduleRequest:
     def __post_init__(self) -> None:
         if len(self.costs) not in (1, self.stages):
             count = len(self.costs)
-            raise UsageError(f"--costs is given {count} times; give it once for all stages, or {self.stages} times")
+            raise UsageError(f"--costs is given {count} times; give it once, or once per stage ({self.stages} times)")
         if not all(math.isfinite(seconds) and seconds >= 0 for row in self.costs for seconds in row):
             raise UsageError(f"--costs {self.costs}: all seconds must be finite and at least 0")
         if not all(map(any, self.costs)):
-            raise UsageError(f"--costs {self.costs}: each stage must have a cost above 0, or its bubble is undefined")
+            raise UsageError(f"--costs {self.costs}: give each stage a cost above 0; otherwise the bubble is undefined")
         if not math.isfinite(self.message_s):
             raise UsageError(f"--message-s {self.message_s}: the seconds must be finite")
 
     def step_costs(self, placement: StagePlacement) -> StepCosts:
-        """Return the costs of each model chunk, from the costs of its stage. ``placement``: rank of each chunk."""
+        """Return costs per model chunk: an equal part of the costs of the stage. ``placement``: rank of each chunk."""
         forward_s, input_s, weight_s = (
             [self.costs[rank % len(self.costs)][kind] / placement.ranks.count(rank) for rank in placement.ranks]
             for kind in range(3)
@@ -79,7 +79,7 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """Result of a simulated pipeline schedule."""
+    """Result of the simulation of a pipeline schedule."""
 
     name: str
     written: ScheduleText
@@ -92,7 +92,7 @@ class SimulatedSchedule:
 def simulate_schedule(name: str, schedule: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
     """Verify ``schedule``, a list of passes per rank, and simulate it. Raises ScheduleError, UsageError. Local.
 
-    ``name``: name of the schedule, for messages. ``request``: stages, micro-batches and costs.
+    ``name``: name of the schedule, for messages. ``request``: numbers of stages and micro-batches, and costs.
     """
     if request.recompute and schedule.keeps:
         raise UsageError(
@@ -128,7 +128,7 @@ def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleR
 
 
 def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
-    """Return ``simulated`` as JSON values: bubble, critical path, and times and memory of each rank. Local."""
+    """Return a dict for JSON: bubble, critical path, and a list with the times and memory of each rank. Local."""
     timeline = simulated.timeline
     path = timeline.critical_path()
     return {
@@ -152,7 +152,7 @@ def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 
 def text(rows: Sequence[SimulatedSchedule]) -> str:
-    """Return a table with one line per schedule, followed by an explanation of the columns."""
+    """Return a text table with one line per simulated schedule, followed by an explanation of the columns."""
     note = """
 bubble: idle share of the slowest rank between its first and last pass; makespan rate: mean idle share of all ranks
 live, held: most micro-batches in progress, by rank; live: from F until B or I; held: from I until W"""
@@ -178,7 +178,7 @@ _FIGURES: Final[Catalogue[SimulatedSchedule]] = Catalogue(
 
 @dataclass(frozen=True)
 class PassBar:
-    """Bar of a timeline: one pass of a micro-batch through a model chunk."""
+    """Bar of a Gantt chart: one pass of a micro-batch through a model chunk on a rank."""
 
     rank: int
     work: int  # kind of the pass: a key of `STYLES`
@@ -191,7 +191,7 @@ class PassBar:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Timeline of one step, with its critical path, as one chart of a figure."""
+    """Gantt chart of one training step: a row of bars for each rank, and the critical path."""
 
     title: str
     ranks: int
@@ -201,7 +201,7 @@ class TimelinePanel:
 
 
 def bars(timeline: StepTimeline) -> list[PassBar]:
-    """Return a Gantt bar for each forward or backward pass of each rank in ``timeline``. Local."""
+    """Return a list with a Gantt bar for each pass of each rank in ``timeline``, ordered by rank. Local."""
     program, times = timeline.program, timeline.times
     result: list[PassBar] = []
     for rank in range(program.ranks):
@@ -219,7 +219,7 @@ def bars(timeline: StepTimeline) -> list[PassBar]:
 
 
 def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
-    """Return a panel that shows ``timeline`` and its critical path below the heading ``title``. Local."""
+    """Return a panel with the heading ``title``, which shows ``timeline`` and the critical path. Local."""
     rows = bars(timeline)
     path = [
         (time_s, segment.rank)
@@ -231,7 +231,7 @@ def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
 
 
 def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Draw ``panels`` below each other into ``file``, with a common time axis. Raises HpcdistError."""
+    """Draw ``panels`` below each other with a common time axis. Save the figure as ``file``. Raises HpcdistError."""
     heights = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
     works = sorted({bar.work for panel in panels for bar in panel.bars})
@@ -268,7 +268,7 @@ def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
 
 
 def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Write ``panels`` to ``file`` as a JSON Chrome trace, which Perfetto can show. Raises StorageError."""
+    """Write ``panels`` to ``file`` in the JSON format of Chrome traces, which Perfetto shows. Raises StorageError."""
     events: list[dict[str, Any]] = []
     for process, shown in enumerate(panels):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": shown.title}})

@@ -35,7 +35,7 @@ def without_collection() -> Iterator[None]:
 
 
 def begin_torch_group(comm: Communicator, folder: Path) -> None:
-    """Start PyTorch's gloo process group once per process. ``folder``: rendezvous directory. Collective."""
+    """Start PyTorch's gloo process group. Call once per process. ``folder``: rendezvous directory. Collective."""
     import torch.distributed as group
 
     rendezvous = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
@@ -43,7 +43,7 @@ def begin_torch_group(comm: Communicator, folder: Path) -> None:
 
 
 class OperationTimer(StepObserver):
-    """Observer that stores the start and end time of each operation of the last training step."""
+    """Observer that stores the start and end time of each operation of the latest training step."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._array = exchange.parameters.array
@@ -63,7 +63,7 @@ class OperationTimer(StepObserver):
 
 
 class TimedTraining:
-    """Training with a plain allreduce, which times each operation. Construction is collective over all ranks."""
+    """Training with a plain gradient allreduce and timed operations. Construction is collective over all ranks."""
 
     def __init__(
         self, context: RankContext, parallel: ParallelConfig, initial: FlatStore | None = None, seed: int = 0
@@ -81,10 +81,10 @@ class TimedTraining:
     def timed_step(
         self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, barrier_comm: Communicator
     ) -> tuple[StepResult, float, float, float]:
-        """Run a training step after a barrier. Return (result, start time, seconds, CPU seconds). Collective.
+        """Run a training step after a barrier. Return (step result, start time, seconds, CPU seconds). Collective.
 
-        ``batches``: (tokens, labels) of each micro-batch. ``samples``: number of samples. ``barrier_comm``:
-        communicator of the barrier.
+        ``batches``: (tokens, labels) of each micro-batch. ``samples``: number of samples in the global
+        batch. ``barrier_comm``: communicator of the barrier.
         """
         self._number += 1
         self.timer.timed.clear()

@@ -35,7 +35,7 @@ from hpcdist.hdf5.overlay import pwrite_all
 
 
 class SnapshotMemory:
-    """Host memory for a copy of this rank's tensors. The memory is pinned if the tensors are on a GPU."""
+    """Host memory for a copy of the tensors that this rank writes. The memory is pinned for tensors on a GPU."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger
@@ -47,7 +47,7 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, gathering: GroupGather) -> list[BlockSource]:
-        """Copy the tensors of ``gathering`` to this memory. Return functions that yield the bytes of each tensor."""
+        """Copy all tensors of ``gathering``. Return a list of functions, which yield the copied bytes of a tensor."""
         sizes = [slot.nbytes for slot in gathering.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), gathering.arrays)
         buffers, start = [], 0
@@ -97,14 +97,14 @@ def _copy_blocks(blocks: Iterator[np.ndarray], buffer: np.ndarray) -> None:
 
 
 class SnapshotFile:
-    """Temporary file in ``directory`` for a copy of this rank's tensors."""
+    """Temporary file in ``directory`` for a copy of the tensors that this rank writes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fd = -1
 
     def fill(self, gathering: GroupGather) -> list[BlockSource]:
-        """Copy the tensors of ``gathering`` to this file, like `SnapshotMemory.fill`. Raises StorageError."""
+        """Copy all tensors of ``gathering`` to this file, as `SnapshotMemory.fill` to memory. Raises StorageError."""
         try:
             self._reserve(sum(slot.nbytes for slot in gathering.slots))
             sources: list[BlockSource] = []
@@ -120,7 +120,7 @@ class SnapshotFile:
         except OSError as error:
             raise StorageError(
                 f"checkpoint.local_directory = {str(self._directory)!r} cannot be written: {error.strerror}; choose "
-                "a directory on a disk of each node with enough space for the state of its ranks"
+                "a directory on a local disk that has enough space for the state of all ranks of the node"
             ) from error
         return sources
 
@@ -144,7 +144,7 @@ class SnapshotFile:
 
 
 class WriterThread(threading.Thread):
-    """Thread that calls the function ``work`` to write a shard file, and stores its result or its error text."""
+    """Thread that calls ``work`` to write a shard file. ``outcome``: result of the call, or an error text."""
 
     def __init__(self, work: Callable[[], ShardOutcome]) -> None:
         super().__init__(name="hpcdist checkpoint", daemon=True)
@@ -160,7 +160,7 @@ class WriterThread(threading.Thread):
 
 
 class BackgroundCheckpoints:
-    """Saves checkpoints in a background thread, one at a time. Methods are collective unless marked local."""
+    """Writer of one checkpoint at a time, in background threads. Methods are collective unless marked local."""
 
     def __init__(
         self,
@@ -183,16 +183,16 @@ class BackgroundCheckpoints:
         return self._plan is not None
 
     def numbers(self) -> np.ndarray:
-        """Return two flags, each 0.0 or 1.0: this rank's thread is running, and it has failed. Local."""
+        """Return two flags, 0.0 or 1.0, for this rank's thread: the thread is running; the thread has failed. Local."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
         outcome = self._outcome if self._task is None else self._task.outcome
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Finish the previous checkpoint, then start saving the tensors ``pieces``. Raises StorageError. Collective.
+        """Finish the previous checkpoint, then start saving this rank's tensors ``pieces``. Raises StorageError.
 
-        ``plan``: directory, step and manifest contents. ``writers``: ranks that write a common shard, see `group_of`.
+        ``plan``: directory, step and manifest contents. ``writers``: ranks that share a shard, see `group_of`.
         """
         self.finish()
         group = group_of(self._comm, writers)
@@ -211,22 +211,22 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Commit the checkpoint once every thread has ended. Return its path, or None before the commit.
+        """If all threads have ended, start or finish the commit. Return the path after the commit, else None.
 
-        ``sums``: sum of `numbers` over all ranks. Raises StorageError on all ranks if a thread failed.
+        ``sums``: sums over all ranks of the flags from `numbers`. Raises StorageError on all ranks if a thread failed.
         """
         working, failed = sums.tolist()
         return self._advance() if self.is_busy and (failed or not working) else None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint in progress, if any, and return its path or None. Raises StorageError."""
+        """Wait for the checkpoint in progress. Return its path, or None if no save is running. Raises StorageError."""
         path = None
         while self.is_busy:
             path = self._advance()
         return path
 
     def abandon(self) -> None:
-        """Wait for the writer thread, then leave its checkpoint uncommitted. For use after a rank died. Local."""
+        """Wait for this rank's thread, then forget the checkpoint. For use after the death of another rank. Local."""
         self._joined()
         self._plan = None
 

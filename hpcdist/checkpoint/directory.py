@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule for the checkpoints to keep: the newest, some by step, and some by validation loss."""
+    """Rule for the checkpoints to keep: the newest, some at regular steps, and some with the lowest losses."""
 
     last: int = 2  # number of newest checkpoints to keep
     every_steps: int = 0  # also keep the first checkpoint at or after each multiple of this number of steps (0: none)
@@ -47,7 +47,7 @@ class Retention:
 
 
 def loss_of(path: Path) -> float:
-    """Return the validation loss stored in the checkpoint at ``path``, or NaN if it has no loss. Local."""
+    """Return the validation loss stored in the checkpoint at ``path``, or NaN if the loss cannot be read. Local."""
     try:
         loss = manifest.load(path).scalars.get(VAL_LOSS)
         return float(loss) if isinstance(loss, int | float) else math.nan
@@ -56,7 +56,7 @@ def loss_of(path: Path) -> float:
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """Return pairs (step, path) of all checkpoints, highest step first, with ``.tmp`` and ``.replaced`` directories."""
+    """Return a list of (step, path) of all ``step-N``, ``step-N.replaced`` and ``step-N.tmp``, highest step first."""
     if not directory.is_dir():
         return []
     preference = ["", ".replaced", ".tmp"]
@@ -69,7 +69,7 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 
 
 def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
-    """Create ``step-N.tmp`` with subdirectories ``inside``, and remove other temporary directories. Raises OSError."""
+    """Remove old ``.tmp`` directories. Create ``step-N.tmp`` with subdirectories ``inside``. Raises OSError."""
     if not directory.is_dir():
         directory.mkdir(parents=True)
         atomic.sync(directory.parent)
@@ -85,7 +85,7 @@ def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
 
 
 def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path:
-    """Write the manifest ``text`` and rename ``step-N.tmp`` to ``step-N``. Return the path. Raises OSError.
+    """Write the manifest ``text`` and rename ``step-N.tmp`` to ``step-N``. Return the new path. Raises OSError.
 
     ``keep``: number of newest checkpoints to keep, or a `Retention`. Other checkpoints are removed.
     """

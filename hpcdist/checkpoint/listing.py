@@ -56,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Checkpoint directory, which may be damaged or unfinished. Its data is not verified."""
+    """Checkpoint directory, which may be damaged or unfinished. The tensor data is not verified."""
 
     path: Path
     step: int
@@ -76,27 +76,27 @@ class ListedCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the shards in bytes, according to the manifest."""
+        """Total size of the shards in bytes according to the manifest, or 0 without a manifest."""
         return sum(self.manifest.files.values()) if self.manifest is not None else 0
 
 
 def checkpoints_directory(run_dir: Path) -> Path:
-    """Return ``run_dir/checkpoints``, or ``run_dir`` if it contains checkpoints itself. Raises StorageError."""
+    """Return ``run_dir/checkpoints``, or ``run_dir`` if this directory contains checkpoints. Raises StorageError."""
     inside = run_dir / "checkpoints"
     if inside.is_dir():
         return inside
     if run_dir.is_dir() and names.candidates(run_dir):
         return run_dir
-    raise StorageError(f"{run_dir} has no checkpoints; give the directory of a run (the --out of its hpcdist run)")
+    raise StorageError(f"{run_dir} has no checkpoints; give the directory of a run, as in --out")
 
 
 def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
-    """Return every complete, unfinished or damaged checkpoint of ``run_dir``, the most recent first."""
+    """Return a list of all complete, unfinished and damaged checkpoints of ``run_dir``, highest step first."""
     return [inspect(path) for _, path in names.candidates(checkpoints_directory(run_dir))]
 
 
 def inspect(path: Path) -> ListedCheckpoint:
-    """Return the state of the checkpoint at ``path``, according to its manifest and file sizes."""
+    """Return a description of the checkpoint at ``path``, from the manifest and the file sizes."""
     stem = path.name.partition(".")[0].removeprefix("step-")
     step = int(stem) if stem.isdecimal() else -1
     if path.suffix == ".tmp":
@@ -114,7 +114,7 @@ def inspect(path: Path) -> ListedCheckpoint:
 
 
 def load_usable(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``. Raises StorageError if it is incomplete or damaged."""
+    """Return the manifest of the checkpoint at ``path``. Raises StorageError if it is not complete."""
     listed = inspect(path)
     if listed.manifest is None or listed.reason:
         raise StorageError(f"{path} is {listed.state}: {listed.reason}; choose another checkpoint")
@@ -122,13 +122,13 @@ def load_usable(path: Path) -> Manifest:
 
 
 def load_parameters(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path`` with only the model parameters. Raises StorageError."""
+    """Return the manifest of the checkpoint at ``path``, reduced to the model parameters. Raises StorageError."""
     loaded = manifest.load(path)
     return replace(loaded, pieces=tuple(entry for entry in loaded.pieces if entry.kind == PARAMETERS), unused=())
 
 
 def select(path: Path) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest complete one of the run ``path``. Raises StorageError."""
+    """Return the checkpoint ``path``, or the newest complete checkpoint of the run ``path``. Raises StorageError."""
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
     for listed in list_checkpoints(path):
@@ -138,7 +138,7 @@ def select(path: Path) -> Path:
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors in the manifest, sorted by kind, layer and name. ``kinds``: filter, e.g. {"parameters"}."""
+    """Return a list of the tensors in ``loaded``, sorted by kind, layer and name. ``kinds``: kinds, or None for all."""
     tensors = {
         (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
         for entry in loaded.pieces
@@ -153,7 +153,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def summary(listed: ListedCheckpoint) -> dict[str, Any]:
-    """Return the step, the state, and the total size and size by tensor kind of a checkpoint as a dict for JSON."""
+    """Return a dict for JSON about a checkpoint: step, state, total size, and the sizes of each tensor kind."""
     loaded = listed.manifest
     figures: dict[str, Any] = {
         "path": str(listed.path),
@@ -263,7 +263,7 @@ def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPi
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Plan of the checkpoints to remove (``doomed``) and to keep (``kept``), both newest first."""
+    """Plan of the checkpoints to remove (``doomed``), and of the checkpoints to keep (``kept``, newest first)."""
 
     doomed: tuple[ListedCheckpoint, ...]
     kept: tuple[ListedCheckpoint, ...]
@@ -271,7 +271,7 @@ class PrunePlan:
 
 @contextmanager
 def exclude_jobs(run_dir: Path) -> Iterator[None]:
-    """Context manager that prevents jobs from starting in ``run_dir``. Raises StorageError if a job is running."""
+    """Context manager that prevents jobs from starting in ``run_dir``. Raises StorageError if a job runs there."""
     folder, lock = checkpoints_directory(run_dir), RunLock()
     lock.take(
         folder.parent if folder.name == "checkpoints" else folder,
@@ -285,7 +285,10 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan_pruning(run_dir: Path, rule: Retention, remove_damaged: bool) -> PrunePlan:
-    """Return a plan that keeps checkpoints by ``rule``. Raises StorageError if every checkpoint is damaged."""
+    """Return a plan to keep the checkpoints that ``rule`` selects. Raises StorageError if no checkpoint is intact.
+
+    ``remove_damaged``: True to remove damaged checkpoints, False to keep them.
+    """
     # Checkpoints are read in full, newest first, until one is intact.
     checkpoints = [listed for listed in list_checkpoints(run_dir) if listed.path.suffix == ""]
     complete = [listed for listed in checkpoints if listed.state == COMPLETE]
@@ -308,7 +311,7 @@ def plan_pruning(run_dir: Path, rule: Retention, remove_damaged: bool) -> PruneP
 
 
 def prune(plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
-    """Remove the ``doomed`` checkpoints of ``plan``. Return (removed paths, {path that remains: error text})."""
+    """Remove the ``doomed`` checkpoints of ``plan``. Return (list of removed paths, {path not removed: error text})."""
     gone, failed = [], {}
     for checkpoint in plan.doomed:
         try:

@@ -31,7 +31,7 @@ _held_locks: dict[Path, "RunLock"] = {}  # the locks of this process, by directo
 
 
 def lost(directory: Path) -> str:
-    """Return the reason why this process lost its lock on ``directory``, or "" if the lock is not lost. Local."""
+    """Return an error text if this process has lost its lock on ``directory``, else "". Local."""
     lock = _held_locks.get(directory.resolve())
     return "" if lock is None else lock.lost()
 
@@ -61,7 +61,7 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock ``directory``. Raises StorageError with the advice ``otherwise`` if another process holds the lock.
 
-        ``waits``: True to wait for a heartbeat of the other process if it may be dead.
+        ``waits``: True to wait for a heartbeat of the other process, unless this process can see if the other is alive.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
@@ -114,7 +114,7 @@ class RunLock:
         )
 
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
-        """Take the lock of a dead process. ``predecessor``: content of its lock file. Raises StorageError."""
+        """Take the lock of a dead process. ``predecessor``: the dead process's `identity`. Raises StorageError."""
         if self._path is not None:
             return
         holder, _ = _read_holder(directory / LOCK_FILE)
@@ -219,7 +219,7 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
 
 
 def is_dead(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
-    """Return True if the process ``holder`` has ended. Both arguments are of the form `RunLock.identity`."""
+    """Return True if the process ``holder`` has certainly ended. ``identity``: `RunLock.identity` of this process."""
     if identity["job"] and holder.get("job") == identity["job"] and holder.get("restarts") != identity["restarts"]:
         return True  # the batch system restarts a job only after its earlier start has ended
     return _is_visible(holder, identity) and _started(holder.get("pid")) != holder.get("started")

@@ -71,15 +71,15 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
+        """Size in bytes of the described elements."""
         return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
 
     def blocks(self) -> list[int]:
-        """Return a list of the sizes in bytes of the blocks that store the data."""
+        """Return a list of the sizes in bytes of the blocks into which the data is divided for the digests."""
         return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
 
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape of the HDF5 dataset that stores the data: 1-D for a part of a box, else the box's shape."""
+        """Return the shape of the HDF5 dataset: 1-D if ``flat`` covers a part of ``box``, else the shape of ``box``."""
         # ``flat`` counts within the box: the elements have the shape of the box only if ``flat`` covers it.
         extent = tuple(stop - start for start, stop in self.box)
         if Range(*self.flat) != Range(0, math.prod(extent)):
@@ -98,7 +98,7 @@ class StoredPiece(Slot):
 
     @property
     def name(self) -> str:
-        """Kind and name of the tensor, for error messages."""
+        """Kind and name of the tensor as "kind/name", for error messages."""
         return f"{self.kind}/{self.tensor}"
 
     def runs(self) -> Runs:
@@ -146,7 +146,7 @@ class Manifest(_Shards):
 
 
 def inconsistency(manifest: Manifest) -> str:
-    """Return the reason why ``manifest`` is invalid, or "" if it is valid. The text continues a file name."""
+    """Return the reason why ``manifest`` is invalid, as a predicate to put after the file name, or "" if valid."""
     if not (0 <= manifest.step < MAX_SIZE and 1 <= manifest.world < MAX_SIZE):
         return f"is not valid: step {_short(manifest.step)} of {_short(manifest.world)} ranks"
     for name, size in manifest.files.items():
@@ -259,7 +259,7 @@ def build(
 
 
 def encode(manifest: Manifest) -> str:
-    """Return the text of ``manifest``. Raises UsageError if its scalars are not JSON, StorageError if too large."""
+    """Return ``manifest`` as JSON text. Raises UsageError for values that are not JSON, StorageError for large ones."""
     plain = {name: msgspec.to_builtins(getattr(manifest, name)) for name in ("pieces", "index", "unused")}
     try:
         for name, values in (("scalars", manifest.scalars), ("about", manifest.about)):
@@ -275,13 +275,13 @@ def encode(manifest: Manifest) -> str:
 
 
 def seal(body: dict[str, Any]) -> str:
-    """Return ``body``, the fields of a manifest, as JSON text that ends with their digest."""
+    """Return JSON text of ``body``, the fields of a manifest. The text ends with a digest of these fields."""
     text = _canonical(body)
     return f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
 
 
 def digest_of(body: dict[str, Any]) -> str:
-    """Return the digest of ``body``, the fields of a manifest without the digest, as text."""
+    """Return the hexadecimal digest of ``body``, the fields of a manifest without the field ``digest``."""
     return xxhash.xxh3_128_hexdigest(_canonical(body).encode())
 
 
@@ -290,7 +290,7 @@ def _canonical(body: dict[str, Any]) -> str:
 
 
 def load(directory: Path) -> Manifest:
-    """Return the manifest in ``directory``, without reading shards. Raises StorageError if it is invalid."""
+    """Return the manifest in ``directory``, without reading shards. Raises StorageError for an invalid manifest."""
     # All pieces lie inside their tensors and shards, even if someone manipulated the file.
     path = directory / FILE_NAME
     try:
@@ -309,13 +309,13 @@ def load(directory: Path) -> Manifest:
         raise StorageError(f"{path} cannot be read: {error or type(error).__name__}") from error
     if manifest.byte_order != sys.byteorder:
         raise StorageError(
-            f"{path} was written on a {manifest.byte_order[:20]}-endian machine, this one is {sys.byteorder}; "
-            "use a machine with the same byte order"
+            f"{path} was written on a {manifest.byte_order[:20]}-endian machine, but this machine is "
+            f"{sys.byteorder}-endian; use a machine with the same byte order"
         )
     if manifest.block_bytes != BLOCK_BYTES:
         raise StorageError(
-            f"{path} has one digest per {manifest.block_bytes} bytes of tensor data, expected one per {BLOCK_BYTES} "
-            "bytes; restore this file from a copy"
+            f"{path} has one digest per {manifest.block_bytes} bytes of tensor data, expected one digest per "
+            f"{BLOCK_BYTES} bytes; restore this file from a copy"
         )
     reason = inconsistency(manifest)
     if reason:
@@ -342,7 +342,7 @@ def _read(path: Path) -> bytes:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object with the (key, value) ``pairs`` as a dict. Raises ValueError for a repeated key."""
+    """Return a dict of ``pairs``, the (key, value) pairs of a JSON object. Raises ValueError for a repeated key."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError(
@@ -386,7 +386,7 @@ def _value(data: bytes, start: int) -> tuple[Any, int]:
     try:
         value, size = _DECODER.raw_decode(text)
     except ValueError as error:
-        raise ValueError(f"not a JSON value of at most {MAX_FREE_FORM_BYTES} bytes: {error}") from error
+        raise ValueError(f"a field is not a JSON value of at most {MAX_FREE_FORM_BYTES} bytes: {error}") from error
     return value, start + size
 
 

@@ -36,12 +36,12 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return a list that is equal for two lists of tensor slices with the same names, shapes, ranges and dtypes."""
+    """Return a list of the names, ranges, shapes and dtypes of ``pieces``, to compare with other signatures."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
 class CopyLayout:
-    """Layout of an in-memory copy: tensor slice ``pieces[i]`` has the bytes ``ranges[i]``. ``scalars`` is JSON text."""
+    """Layout of an in-memory copy. ``ranges[i]``: bytes of the tensor slice ``pieces[i]``. ``scalars``: JSON text."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)
@@ -71,7 +71,7 @@ class MemoryCopy:
         self.lay_out(*self._laid_out)  # also writes the sizes, since the head may have been damaged in memory
 
     def finish(self, step: int) -> None:
-        """Mark the copy as the complete state after ``step``."""
+        """Mark the copy as the complete state after training step ``step``."""
         self._head[_STEP] = step + 1
 
     def lay_out(self, tensor_bytes: int, scalar_bytes: int, description_bytes: int) -> None:
@@ -81,12 +81,12 @@ class MemoryCopy:
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, layout: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Write the section sizes of ``layout`` to the header, and plan the copies of the tensor slices ``pieces``."""
+        """Write the section sizes of ``layout`` to the header, and plan how `fill` copies the tensors ``pieces``."""
         self.lay_out(*layout.sizes)
         self._moves = list(_moves(layout, pieces, self.data))
 
     def front(self, with_descriptions: bool) -> np.ndarray:
-        """Return a view of this copy without tensor data. ``with_descriptions``: include tensor descriptions."""
+        """Return a view of the bytes before the tensor data. ``with_descriptions``: include the tensor descriptions."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if with_descriptions else _texts(nbytes) + room]
 
@@ -100,7 +100,7 @@ class MemoryCopy:
         return int(self._head[_NBYTES]), int(self._head[_ROOM]), int(self._head[_NAMES])
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[int]:
-        """Copy tensor slices and their digests to this memory. After each block, yield the number of copied bytes."""
+        """Copy ``pieces`` and their digests to this memory. After each block, yield the total of copied bytes."""
         data, digests = self.data, self._digests()
         arrays = [piece.array for piece in pieces]
         for index, block in enumerate(cut(Range(0, data.size), BLOCK_BYTES)):
@@ -114,7 +114,7 @@ class MemoryCopy:
             yield block.stop
 
     def write_texts(self, layout: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write the JSON text ``scalars``, the tensor descriptions, and their digest for training ``step``."""
+        """Write the JSON text ``scalars``, the tensor descriptions, and a digest of these texts and of ``step``."""
         start = _texts(layout.sizes[0])
         self._head[_SCALARS] = len(scalars)
         self.memory[start : start + len(scalars)] = np.frombuffer(scalars, np.uint8)
@@ -139,7 +139,7 @@ class MemoryCopy:
         return scalars
 
     def pieces(self) -> list[Piece]:
-        """Return the tensors in this copy, as views of its memory."""
+        """Return a list of the tensor slices in this copy, as views of the copy's memory."""
         slots, data = self._slots(), self.data
         return [
             Piece(s.kind, s.tensor, s.shape, s.box, Range(*s.flat), data[where.slice].view(dtype_of(s.dtype)))
@@ -191,7 +191,7 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(tensor_bytes: int, scalar_bytes: int, description_bytes: int) -> int:
-    """Return the total size of a `MemoryCopy` in bytes, for the sizes of its sections. Local."""
+    """Return the size of a `MemoryCopy` in bytes. The arguments are the sizes of the sections in bytes. Local."""
     return _front(tensor_bytes, scalar_bytes, description_bytes) + tensor_bytes
 
 

@@ -31,7 +31,7 @@ MESSAGE_BYTES: Final = 16 << 20  # a multiple of the digested blocks
 
 
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
-    """Return the partner of each rank, which keeps a copy of its state. ``members``: ranks of each node. Local."""
+    """Return a list whose item r is the rank that keeps a copy of rank r's state. ``members``: ranks of each node."""
     nodes = sorted(members, key=len, reverse=True)
     order = [rank for node in nodes for rank in node]
     partners, largest, others = [0] * len(order), len(nodes[0]), order[len(nodes[0]) :]
@@ -61,13 +61,13 @@ class CopyGeneration:
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Return True if the layout of this memory fits the tensor slices ``pieces`` and the JSON text ``scalars``."""
+        """Return True if the tensor slices ``pieces`` and the JSON text ``scalars`` fit the layout of this memory."""
         layout = self.layout
         return layout is not None and len(scalars) <= layout.room and signature(pieces) == layout.signature
 
 
 class HeldCopies:
-    """Copies of ranks' states in this rank's memory. They outlive the communicator. Methods are local."""
+    """Copies of ranks' states in this rank's memory. Copies outlive the communicator. Methods are local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -89,7 +89,7 @@ class HeldCopies:
 
 
 class PartnerStore:
-    """Copies the state of each rank to the memory of a partner rank of ``comm``, on another node if possible."""
+    """Store that copies each rank's state to the memory of a partner rank of ``comm``, on another node if possible."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
@@ -97,7 +97,7 @@ class PartnerStore:
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        """Copy this rank's tensors and scalars after ``step`` to its memory and to its partner rank. Collective."""
+        """Copy this rank's state after ``step`` to this rank's memory and to the partner rank. Collective."""
         encoded = json.dumps(scalars).encode()
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
         changed = np.array([0.0 if target.takes(pieces, encoded) else 1.0])
@@ -177,7 +177,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Training state after ``step``, recovered from copies. ``held``: the recovered tensors on this rank."""
+    """Training state after ``step``, recovered from copies. ``held``: recovered tensor slices on this rank."""
 
     step: int
     scalars: dict[str, Any]
@@ -185,10 +185,10 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state with intact copies of all ranks, or None. Collective over ``comm``.
+    """Return the newest state with intact copies for all ranks before the failure, or None. Collective over ``comm``.
 
-    ``old_rank``: rank of this process before the failure. ``copies``: copies in its memory, which the result shares.
-    Both are None in a new process.
+    ``old_rank``: rank of this process before the failure. ``copies``: copies in this process's memory, which the result
+    shares. A new process passes None for ``old_rank`` and ``copies``.
     """
     assert old_rank == (None if copies is None else copies.rank), (
         f"the copies are those of another rank than {old_rank}"

@@ -39,14 +39,14 @@ MAX_OPEN_FILES: Final = 64  # limits the descriptors of a rank that restores fro
 
 
 def file_name(writer: int, writers: int) -> str:
-    """Return the relative path of shard number ``writer`` of ``writers``."""
+    """Return the path of shard number ``writer`` of ``writers`` shards, relative to the checkpoint directory."""
     name = f"shard-{writer:05d}.h5"
     spread = directories(writers)
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
 
 
 def directories(writers: int) -> list[str]:
-    """Return the names of the subdirectories for ``writers`` shards, or [] for few shards."""
+    """Return the names of the subdirectories for ``writers`` shards, or [] if one directory is enough."""
     if writers <= PER_DIRECTORY:
         return []
     # The smallest power of two of directories with at most PER_DIRECTORY shards each.
@@ -78,7 +78,7 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read and verify block number ``block`` of ``entry``. Return its size in bytes. Raises DamagedError."""
+        """Read and verify block number ``block`` of ``entry``. Return the number of bytes. Raises DamagedError."""
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
         byte_range = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"
@@ -93,7 +93,7 @@ class BlockReader:
         return count
 
     def digest_of(self, name: str, ranges: Iterable[Range]) -> tuple[int, str]:
-        """Return (number of bytes read, digest) of the byte ``ranges`` of the file ``name``. Raises OSError."""
+        """Read the byte ``ranges`` of the file ``name``. Return (number of bytes read, digest). Raises OSError."""
         fd, digest, count = self._fd(name), xxhash.xxh3_128(), 0
         for block in (block for byte_range in ranges for block in cut(byte_range, READ_BYTES)):
             view = self._memory.data[: block.size]
@@ -135,7 +135,7 @@ class BlockReader:
 
 
 def read_fully(fd: int, view: memoryview, start: int) -> int:
-    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the number of bytes read before the file's end."""
+    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the number of bytes read, fewer if the file ends."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):
         done += read
@@ -143,10 +143,7 @@ def read_fully(fd: int, view: memoryview, start: int) -> int:
 
 
 def size_mismatch(directory: Path, manifest: Manifest) -> str:
-    """Return an error text about the first shard in ``directory`` that is missing or has a wrong size, or "".
-
-    ``manifest``: manifest with the expected sizes.
-    """
+    """Return an error text if a shard in ``directory`` is missing or its size differs from ``manifest``, else ""."""
     for name, size in manifest.files.items():
         try:
             actual = (directory / name).stat().st_size
@@ -162,7 +159,7 @@ TAG: Final = 0
 
 
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
-    """Yield the bytes of ``array``, which is on the host, on a GPU, or a `FileSlice`, in blocks. Local."""
+    """Yield the bytes of ``array`` in blocks. ``array``: an array on the host or on a GPU, or a `FileSlice`. Local."""
     if isinstance(array, FileSlice):
         return _of_file(array)
     return _of_device(array) if backend.is_device(array) else _of_host(array)
@@ -204,7 +201,7 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Receiver of blocks of ``sizes`` bytes from rank ``peer``, with two buffers."""
+    """Receiver of blocks from rank ``peer``, with two buffers. ``sizes``: size of each block in bytes."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -237,7 +234,7 @@ class IncomingBlocks:
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send ``arrays`` to rank ``peer`` in blocks of ``sizes`` bytes. Return an error text, or "" on success."""
+    """Send ``arrays`` to rank ``peer`` in blocks. ``sizes``: bytes of each block. Return an error text, or ""."""
     sent, error = 0, ""
     try:
         for array in arrays:
@@ -252,7 +249,7 @@ def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Seq
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the HDF5 dataset name of each slot."""
+    """Return a list of unique HDF5 dataset names, one for each slot."""
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -267,7 +264,7 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 
 
 def first_holders(slots_by_rank: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return flags for the slots of each rank: True if it is the lowest rank that has this slot, and must write it."""
+    """Return a list of flags per rank, one flag per slot: True if no lower rank has this slot."""
     seen: set[Slot] = set()
     flags = []
     for slots in slots_by_rank:
@@ -322,7 +319,7 @@ def write(
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> WrittenShards:
-    """Write the shard ``name`` in ``directory``, and return its description. Raises StorageError.
+    """Write the shard ``name`` in ``directory``. Return a description of the shard. Raises StorageError.
 
     ``sources[i]``: function that yields the bytes of ``slots[i]``. ``about``: attributes of the file. ``opens``:
     function that creates the file.
@@ -352,7 +349,7 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write an HDF5 index file of the checkpoint in ``directory``. Return its description, or None on failure.
+    """Write an HDF5 index file to the checkpoint ``directory``. Return a description of the file, or None on failure.
 
     The file presents the stored slices ``entries`` as whole tensors. ``step``: attribute of the file.
     """

@@ -28,7 +28,7 @@ FOLDER: Final = "checkpoints"
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of a distributed array. By default, the parts are rows in rank order. Raises UsageError."""
+    """This rank's part of a distributed array. Without ``start``, parts are rows in rank order. Raises UsageError."""
 
     array: Array
     start: tuple[int, ...] | None = None  # index of the part's first element in the whole array
@@ -66,10 +66,10 @@ State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
-    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over the keyword ``comm``.
+    """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over ``comm``.
 
     ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
-    value of rank 0. ``step``: by default the newest step + 1. Raises UsageError, or StorageError on all ranks.
+    value of rank 0. ``step``: None means the newest step + 1. Raises UsageError, or StorageError on all ranks.
     """
     where = communicator_of(comm)
     pieces, values = [], {}
@@ -107,9 +107,9 @@ def save_pieces(
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
-    """Return the newest intact checkpoint in ``directory`` as a dict, or None. Collective over the keyword ``comm``.
+    """Return {name: array or JSON value} of the newest intact checkpoint, or None. Collective over ``comm``.
 
-    ``state``: dict of arrays to fill, whole or `Sharded`. None: return all arrays in full on every rank. Raises
+    ``state``: {name: array or `Sharded` to fill}. If ``state`` is None, every rank gets all arrays in full. Raises
     StorageError if an array is missing or has another shape or dtype.
     """
     where = communicator_of(comm)
@@ -173,7 +173,7 @@ def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]
 
 
 def stored_content(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Any]]:
-    """Return (shape and dtype of each array, JSON values) of the checkpoint ``path``, both keyed by name. Local."""
+    """Return ({array name: (shape, dtype)}, {name: JSON value}) of the checkpoint ``path``. Local."""
     loaded = manifest.load(path)
     shapes = {entry.tensor: (tuple(entry.shape), entry.dtype) for entry in loaded.pieces if entry.kind == KIND}
     return shapes, dict(loaded.scalars)

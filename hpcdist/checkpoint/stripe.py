@@ -34,7 +34,7 @@ MAX_STRIPES: Final = 128
 
 @dataclass(frozen=True)
 class MountedFileSystem:
-    """File system at the mount point ``mount``."""
+    """File system of the type ``kind`` at the mount point ``mount``."""
 
     kind: str  # "lustre", "beegfs", or another type
     mount: str
@@ -47,7 +47,7 @@ class MountedFileSystem:
 
 @dataclass(frozen=True)
 class StripePlan:
-    """Command that stripes a directory over storage servers, empty for no striping, and the reason for the choice."""
+    """Command that stripes a directory over storage servers, and the reason ``why`` this command was chosen."""
 
     system: MountedFileSystem
     command: tuple[str, ...]  # empty if the directory is not to be striped
@@ -97,7 +97,7 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
     """Return the number of storage servers per shard. ``servers``: number of servers, or None if it is unknown.
 
-    ``nbytes``: total size of the checkpoint. ``writers``: number of shards.
+    ``nbytes``: total size of the checkpoint in bytes. ``writers``: number of shards.
     """
     shard = -(-nbytes // max(1, writers))
     limit = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
@@ -106,7 +106,7 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
 
 
 def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
-    """Return the command that stripes ``directory`` for checkpoints of ``nbytes`` bytes in ``writers`` shards.
+    """Return a plan to stripe ``directory`` for checkpoints of ``nbytes`` bytes in ``writers`` shards.
 
     ``options``: "auto", "none", or options of the striping command. ``mounts``: path of the mount table.
     """
@@ -162,7 +162,7 @@ def _servers(directory: Path) -> int | None:
 
 
 def apply(stripe_plan: StripePlan) -> str:
-    """Run the command of ``stripe_plan``, if any. Return an error text, or "" on success."""
+    """Run the command of ``stripe_plan``, if not empty. Return an error text, or "" on success."""
     if not stripe_plan.command:
         return ""
     result = _run(stripe_plan.command)

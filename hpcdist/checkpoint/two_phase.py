@@ -35,7 +35,7 @@ MAX_UNUSED_RATIO: Final = 8
 
 @dataclass
 class IncrementalWriter:
-    """Writer of shards that writes only changed tensor data. For unchanged data, it hard-links older shards."""
+    """Writer of shards for changed tensor data only. Older shards with unchanged data are hard-linked."""
 
     directory: Path | None = None  # of the last checkpoint
     entries: dict[Slot, StoredPiece] = field(default_factory=dict)  # its stored data
@@ -51,7 +51,7 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Like `shard.write`, but hard-link older shards for unchanged tensor data. Local."""
+        """Write changed tensor data like `shard.write`. Hard-link older shards for unchanged data. Local."""
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
         new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
@@ -107,7 +107,7 @@ class IncrementalWriter:
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Record that the last `write` is committed, so that the next `write` may link to its shards. Local."""
+        """Record the commit of the latest `write`. The next `write` may hard-link the committed shards. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -115,7 +115,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group of ranks whose first rank writes the tensors of all its ranks to one shard."""
+    """Group of ranks with a common shard. The first rank of the group writes the tensors of all ranks in the group."""
 
     comm: Communicator | None  # None: a single rank
     index: int  # number of the group
@@ -133,7 +133,7 @@ _GROUPS: Final = PerCommunicator[str, WriterGroup]()  # by the argument ``writer
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
     """Return the group of ranks that write the same shard as this rank. The first call is collective over ``comm``.
 
-    ``writers``: "rank" for one group per rank, "node" for one group per node, or a number of groups.
+    ``writers``: "rank" for one group per rank, "node" for one group per node, or the number of groups.
     """
     count = comm.size
     if writers.isdecimal():
@@ -152,9 +152,10 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of the tensors ``pieces`` of all ranks on the writer rank of ``group``. Collective construction.
+    """Gather of the tensors ``pieces`` on the writer rank of ``group``. Construction is collective over ``group``.
 
-    The writer calls each function of `sources` once, in order, and then always `end`. Other ranks call `bring`.
+    The writer calls each function of `sources` once, in order, and finally `end`, also after an error. Other ranks call
+    `bring`.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -177,7 +178,7 @@ class GroupGather:
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
-        """Return a function for each of `slots`. It yields the bytes of the slot in blocks."""
+        """Return a list of functions, one for each of `slots`. A function yields the bytes of a slot in blocks."""
         local_sources: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
         return local_sources + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
@@ -210,7 +211,7 @@ class GroupGather:
 
 @dataclass(frozen=True)
 class ShardOutcome:
-    """Result of saving a shard on one rank."""
+    """Result of a save on one rank: an error text, and the written shards if this rank is a writer."""
 
     error: str = ""  # "" on success
     written: WrittenShards | None = None  # None if this rank is not a writer
@@ -218,7 +219,7 @@ class ShardOutcome:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Checkpoint to save: its directory, its step, and the contents of its manifest."""
+    """Plan of a checkpoint to save: directory, step, and contents of the manifest."""
 
     directory: Path
     step: int
@@ -250,10 +251,10 @@ def save(
     writers: str = "rank",
     about: dict[str, Any] | None = None,
 ) -> Path:
-    """Save the checkpoint ``directory/step-N`` of ``step`` N, and return its path. Collective over ``comm``.
+    """Save ``pieces`` as the checkpoint ``directory/step-N`` of step N. Return the path. Collective over ``comm``.
 
-    ``scalars``: JSON values of rank 0. ``keep``: number of newest checkpoints to keep, or a rule. Raises StorageError
-    on all ranks if a rank cannot write.
+    ``scalars``: JSON values of rank 0. ``keep``: number of newest checkpoints to keep, or a `Retention`. Raises
+    StorageError on all ranks if a rank cannot write.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
@@ -265,7 +266,7 @@ def save_planned(
     writers: str,
     incremental: IncrementalWriter | None = None,
 ) -> Path:
-    """Save the tensors ``pieces`` as checkpoint ``plan``. Return its path. ``writers``: see `group_of`. Collective."""
+    """Save ``pieces`` as the checkpoint ``plan``. Return the final path. ``writers``: see `group_of`. Collective."""
     group = group_of(comm, writers)
     prepare(plan, group, comm)
     gathering = GroupGather(group, pieces)
@@ -302,7 +303,7 @@ def write(
 ) -> ShardOutcome:
     """Write the shard of ``group``. Return a `ShardOutcome` with the shard or the error text. Local.
 
-    ``slots``: tensor slices to store. ``sources``: see `shard.write`. ``incremental``: writer to use, or None.
+    ``slots``: tensor slices to store. ``sources``: see `shard.write`. ``incremental``: None to write all data.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
@@ -317,7 +318,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return the results of all ranks on rank 0; other ranks get only the error texts. Collective."""
+    """Return a list of the outcomes of all ranks. Except on rank 0, the outcomes have only error texts. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:
@@ -332,14 +333,14 @@ def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
 
 
 def agree(comm: Communicator, error: str) -> None:
-    """Raise StorageError on every rank if ``error`` is not "" on rank 0. Collective."""
+    """Raise StorageError on every rank if ``error`` on rank 0 is not "". Collective over ``comm``."""
     error = comm.broadcast_object(error)
     if error:
         raise StorageError(f"the checkpoint was not saved: {error}")
 
 
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
-    """Commit ``plan`` if no rank has an error, else remove its temporary files. Return an error text, or "". Local."""
+    """Commit ``plan`` if all ranks succeeded, else remove the temporary files. Return an error text, or "". Local."""
     # If another job has taken over the directory, the unfinished checkpoint is not removed.
     taken = lost(plan.directory.parent)
     if taken:

@@ -69,11 +69,11 @@ def watch(
     pm_counters: Path,
     arguments: tuple[str, ...],
 ) -> None:
-    """Print the power of every energy counter once a second, and its energy in joules at the end.
+    """Print the power of every energy counter once a second, and the measured energy in joules at the end.
 
-    If COMMAND is given, measure until COMMAND ends, print to stderr, and return its exit code. Counters measure whole
-    devices: the energy of other processes on this machine is included. --powercap and --pm-counters: folders with
-    counters.
+    If COMMAND is given, measure until COMMAND ends, print to stderr, and return the exit code of COMMAND. Counters
+    measure whole devices, including the energy of other processes on this machine. --powercap and --pm-counters are
+    folders with counters.
     """
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.energy.monitor import EnergyWatch  # late: --help must not load numpy
@@ -235,7 +235,7 @@ def command() -> None:
 @_PLACES
 @json_option
 def sources(powercap: Path, pm_counters: Path, as_json: bool) -> None:
-    """List the energy counters that a training on this machine can read, and why others cannot be read."""
+    """List the energy counters that a training on this machine can read, and the reasons why others cannot be read."""
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.energy.sources.discovery import survey  # late: --help must not load numpy
 

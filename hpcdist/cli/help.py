@@ -77,7 +77,7 @@ _COMMENT: Final = re.compile(r"[ ]?<!--.*?-->", re.DOTALL)
 @click.option("--examples", type=DIRECTORY, help="Copy the example programs into this directory.")
 @click.option("--open", "opened", is_flag=True, help="Write the HTML file (default hpcdist-help.html) and open it.")
 def command(topic: str | None, html: Path | None, examples: Path | None, opened: bool) -> None:
-    """Show the help page TOPIC or a recipe key (run.steps), or list all pages. --html, --examples: write files."""
+    """Show the page TOPIC, or the recipe key TOPIC such as run.steps. Without TOPIC, list all pages or write files."""
     if topic is not None and (html is not None or examples is not None or opened):
         raise click.UsageError(f"--html, --open and --examples work for all pages together; leave {topic} out")
     if examples is not None:
@@ -107,7 +107,7 @@ def _show(text: str) -> None:
 
 
 def contents() -> str:
-    """Return the table of contents: all pages by group."""
+    """Return the table of contents as text: all pages by group."""
     width = max(map(len, (*TOPICS, *BESIDE_FILES)))
     lines = ["Pages (hpcdist help TOPIC):"]
     for group, pages in (GROUPS | {"Files": {name: line for name, (_, _, line) in BESIDE_FILES.items()}}).items():
@@ -141,7 +141,7 @@ def page(topic: str) -> str:
 
 
 def styled(text: str) -> str:
-    """Return the Markdown ``text`` formatted for the terminal and wrapped at its width."""
+    """Return the Markdown ``text`` formatted for the terminal and wrapped at the terminal's width."""
     from rich.console import Console
     from rich.markdown import Markdown
 

@@ -57,7 +57,7 @@ def group() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line ``arguments`` (None: sys.argv), and exit with its exit code (see `hpcdist.errors`)."""
+    """Run the command line ``arguments``, or sys.argv if None. Exit with an exit code from `hpcdist.errors`."""
     standard_streams.protect()
     environment.provide_home()
     environment.drop_empty()

@@ -114,8 +114,8 @@ def command(
     the death of ranks, but not of a node. --restarts and --survive can be combined.
 
     A script with a `hpcdist.training.pytorch.Training` supports all options but --survive; --restarts needs --out to
-    find its checkpoints. `python` means the Python of hpcdist, or --python. Any other program receives the signals, and
-    its exit code is returned.
+    find the checkpoints of the script. `python` means the Python of hpcdist, or --python. Any other program receives
+    the signals, and the exit code of the program is returned.
     """
     script, options, interpreter = _check(command, energy), launcher_options(mpi_args), interpreter_words(python)
     typed = _typed_command(len(command) if script else 0)
@@ -310,7 +310,7 @@ def _check(command: tuple[str, ...], energy: bool) -> bool:
 
 def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
     if spares is not None and survive != "replace":
-        raise UsageError(f"--spares {spares} needs --survive replace: spare ranks replace dead ranks; add --survive")
+        raise UsageError(f"--spares {spares} needs --survive replace, as spares replace dead ranks; add this option")
     if survive is not None and name != "train":
         raise UsageError(
             f"--survive {survive} works only with train, not with {name}; leave --survive out, or use --restarts N"
@@ -342,10 +342,10 @@ def _train_options(command: Sequence[str]) -> dict[str, Any]:
 def check_training(
     command: Sequence[str], ranks: int | None, survive: str | None, spares: int, *, elsewhere: bool
 ) -> None:
-    """Raise errors of the `hpcdist train` line ``command`` that can be detected before its ranks start. Local.
+    """Check the `hpcdist train` command line ``command`` before ranks are started. Raises HpcdistError. Local.
 
     ``ranks``: number of training ranks, or None if unknown. ``survive``, ``spares``: options of `hpcdist run`.
-    ``elsewhere``: the ranks may see other files, as in a container.
+    ``elsewhere``: the ranks may see other files than this process, as in a container.
     """
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements

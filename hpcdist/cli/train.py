@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also print the selected algorithms and the proof of the step.")
 def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
-    """Train the model of RECIPE (TOML), or of the default recipe, on all ranks of the launcher, or in one process."""
+    """Train the model of RECIPE (TOML) or of the default recipe. Without a launcher, the training has one rank."""
     from hpcdist.training.run import entry_point
 
     recipe, limit_s = recipe_from_options(options), time_limit_s(time_limit)
@@ -64,9 +64,9 @@ def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, 
 
 
 def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
-    """Return the recipe that ``options``, {option of `hpcdist train`: value}, select and change. Local.
+    """Return the recipe that the command line selects, with its overrides applied. Local.
 
-    Raises ConfigurationError, UsageError.
+    ``options``: {parameter of the `hpcdist train` command: value}. Raises ConfigurationError, UsageError.
     """
     from hpcdist.training.recipe import recipe as recipes
 
@@ -79,7 +79,7 @@ def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
 
 
 def time_limit_s(walltime: str | None) -> int | None:
-    """Convert ``walltime``, the value of --time-limit, to seconds. Return None for None. Raises UsageError."""
+    """Convert ``walltime``, the value of --time-limit, to seconds. None stays None. Raises UsageError."""
     from hpcdist.batch.job import walltime_s
 
     return None if walltime is None else walltime_s(walltime, "--time-limit")
@@ -91,8 +91,8 @@ def time_limit_s(walltime: str | None) -> int | None:
 def grow(run_dir: Path, ranks: int) -> None:
     """Add RANKS ranks to the training in RUN_DIR after its next step.
 
-    The training must have been started by `hpcdist run --survive`; its launcher starts the ranks on the machines of the
-    job. The global batch stays the same. A repeated call replaces a request that has not been served yet.
+    The training must have been started by `hpcdist run --survive`, which starts the new ranks on the nodes of the job.
+    The global batch size stays the same. A new request replaces a request whose ranks have not started yet.
     """
     from hpcdist.training.run.stop_requests import GROW_FILE
 
@@ -102,7 +102,7 @@ def grow(run_dir: Path, ranks: int) -> None:
 
 
 def check_can_grow(run_dir: Path) -> None:
-    """Raise ConfigurationError unless a running training in ``run_dir`` accepts new ranks. Raises StorageError."""
+    """Raise ConfigurationError if no training in ``run_dir`` accepts new ranks, or StorageError if this is unknown."""
     from hpcdist.checkpoint.lock import LOCK_FILE
     from hpcdist.comm.record import run_journal
     from hpcdist.constants import RECIPE_FILE
@@ -133,10 +133,10 @@ def check_can_grow(run_dir: Path) -> None:
 @click.option("--trust", is_flag=True, help="Execute the recipe's model.factory even if its file is new or changed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
-    """Print the validation loss of the newest checkpoint in RUN_DIR. The ranks of a launcher share the work.
+    """Print the validation loss of the newest checkpoint in RUN_DIR. All ranks of the launcher share the work.
 
-    If model.kind = 'import', user code creates the model. It is executed if its file is unchanged since the training,
-    otherwise only with --trust.
+    If model.kind = 'import', the user's file that creates the model is executed. If this file is new or changed since
+    the training, --trust is required.
     """
     from hpcdist.errors import OK
     from hpcdist.models.config import loss_unit
@@ -162,7 +162,7 @@ def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
 @click.option("--top-k", default=0, type=click.IntRange(min=0), help="Sample only from the k likeliest bytes; 0: all.")
 @click.option("--seed", default=0, type=click.IntRange(min=0), help="Random seed.")
 def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
-    """Generate text with the model in RUN_DIR, which must be a GPT trained on bytes (model.vocabulary 256)."""
+    """Generate text with the model in RUN_DIR. The model must be a GPT trained on bytes (model.vocabulary = 256)."""
     from hpcdist.training import inference
 
     try:
@@ -176,7 +176,7 @@ def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: i
 
 @click.group("config")
 def config() -> None:
-    """Show recipes."""
+    """Print training recipes."""
 
 
 @config.command()
@@ -185,7 +185,7 @@ def config() -> None:
 @click.option("--origin", is_flag=True, help="Print the source of each value.")
 @json_option
 def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
-    """Print RECIPE (TOML), or the default recipe, as valid TOML with every key and the value that a run would use."""
+    """Print RECIPE (TOML) or the default recipe as TOML, with every key and the value that a run would use."""
     from hpcdist.training.recipe import recipe as recipes
 
     resolved = recipes.load(recipe, overrides)

@@ -47,11 +47,11 @@ KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategie
 @click.option("--clear", is_flag=True, help="Remove all stored results.")
 @json_option
 def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
-    """Measure the algorithms of communication.algorithm = "auto" on the ranks that the launcher started.
+    """Time the algorithms from which communication.algorithm = "auto" chooses, on all ranks of the launcher.
 
-    `hpcdist train` measures at its start if no result is stored for its ranks, machines and sizes. A new measurement
-    replaces the stored result. Prints predicted and measured microseconds by size, and the chosen value of
-    communication.algorithm.
+    `hpcdist train` also does so when it starts, unless a result is stored for its ranks, nodes and buffer sizes.
+    `hpcdist tune` replaces a stored result. It prints the predicted and measured times in us for each buffer size, and
+    the chosen value of communication.algorithm.
     """
     if show and clear:
         raise click.UsageError("--show and --clear exclude each other; choose one")
@@ -165,7 +165,7 @@ def _rate(s_per_byte: float) -> str:
 def warmup(cache: Path | None, jobs: int | None) -> None:
     """Compile the CPU kernels into a cache, for this processor and this version of hpcdist.
 
-    Anyone who can write to the cache can run code in the jobs that load it: only an administrator should share one.
+    Anyone who can write to a cache can run code in the jobs that load it. Only an administrator should share a cache.
     """
     if cache is not None:
         cache.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def release(comm: Communicator) -> None:
-    """Free this thread's scratch memory and the shared memory of ``comm``, which later calls reallocate. Collective."""
+    """Free this thread's scratch buffers, and the shared memory and NCCL communicator of ``comm``. Collective."""
     flow.release(comm)
     shared_memory.release(comm)
     peer_memory.release(comm)

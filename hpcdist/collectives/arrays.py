@@ -47,10 +47,10 @@ def allreduce(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array: 
 @overload
 def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number: ...
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
-    """Reduce ``array`` over all ranks in place, and return the result. Collective over keyword-only ``comm``.
+    """Reduce ``array`` in place over all ranks, and return the result. Collective over keyword-only ``comm``.
 
-    ``array``: numpy or cupy array, PyTorch tensor or number, of equal shape on all ranks. ``op``: "sum", "mean", "max"
-    or "min".
+    ``array``: numpy or cupy array or PyTorch tensor, of equal shape on all ranks, or a number. ``op``: "sum", "mean",
+    "max" or "min".
     """
     # 16-bit floats are summed in float32 and rounded once. Python integers must fit in 64 bits; their sum is exact.
     where = communicator_of(comm)
@@ -69,7 +69,7 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
 
 def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | float:
     if op not in OPS:
-        raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")
+        raise UsageError(f"op = {op!r} is unknown; choose one of {', '.join(OPS)}")
     is_whole = isinstance(number, int)
     is_too_large = is_whole and not -(2**63) <= number < 2**63
     value = np.array([0 if is_too_large else number], np.int64 if is_whole else np.float64)
@@ -87,9 +87,9 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 
 
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
-    """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over keyword-only ``comm``.
+    """Reduce ``array`` over all ranks. Return this rank's rows of the result. Collective over keyword-only ``comm``.
 
-    ``array``: equal shape on all ranks; its rows are split as by `numpy.array_split`. ``op``: see `allreduce`.
+    ``array`` has the same shape on all ranks. Its rows are split as by `numpy.array_split`. ``op``: see `allreduce`.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "reduce_scatter", op)
@@ -104,7 +104,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 
 
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
-    """Return all ranks' arrays, concatenated along the first axis. Collective over keyword-only ``comm``."""
+    """Concatenate all ranks' arrays along the first axis, in rank order. Collective over keyword-only ``comm``."""
     where = communicator_of(comm)
     array = _accept(where, array, "all_gather")
     fingerprint = zlib.crc32(repr((array.shape[1:], name_of(array.dtype))).encode())
@@ -131,7 +131,7 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
 
 
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
-    """Send ``parts[q]`` to each rank q. Return the arrays received, by rank. Collective over keyword-only ``comm``."""
+    """Send ``parts[q]`` to rank q. Return the received arrays in rank order. Collective over keyword-only ``comm``."""
     where = communicator_of(comm)
     if not hasattr(parts, "__len__") or getattr(parts, "ndim", 1) == 0 or len(parts) != where.size:
         count = len(parts) if getattr(parts, "ndim", 1) and hasattr(parts, "__len__") else "no"
@@ -162,10 +162,10 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
 def _accept(comm: Communicator, array: Any, name: str, op: str = "sum", *, in_place: bool = False) -> Array:
     try:
         if op not in OPS:
-            raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")
+            raise UsageError(f"op = {op!r} is unknown; choose one of {', '.join(OPS)}")
         accepted = _accepted(array, name, in_place)
         if op == MEAN and accepted.dtype.kind in "iu":
-            raise UsageError(f"the mean of {accepted.dtype} arrays is not an integer; reduce them as floats")
+            raise UsageError(f"the mean of {accepted.dtype} arrays is not an integer; pass arrays of floats")
     except HpcdistError as error:
         checks.announce_refusal(comm, checks.describe_call(name, "array", array, op), error)
         raise
@@ -225,12 +225,12 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the allreduce algorithm (or table by size) for ``buffer``. The first call for a dtype is collective."""
+    """Return the allreduce algorithm for ``buffer``, or a table by size, as text. Collective for each new dtype."""
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 
 def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
-    """Return the `Sharding` for ``buffer``. The first call for a dtype and device is collective."""
+    """Return the fastest `Sharding` for ``buffer``. Collective for each new dtype and device."""
     name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 

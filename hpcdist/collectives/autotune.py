@@ -38,7 +38,7 @@ MOST_REPEATS: Final = 8
 
 
 class Tournament:
-    """Timed comparison of candidate algorithms on ``comm``. A time is the maximum over the ranks of ``everyone``."""
+    """Timed comparison of candidate algorithms on ``comm``. Times are maxima over the ranks of ``everyone``."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, candidates: Mapping[str, Candidate], clock: Clock
@@ -51,9 +51,9 @@ class Tournament:
     def run(self, budget_s: float, protected: str) -> dict[str, float]:
         """Time the candidates for about ``budget_s`` seconds. Return {candidate: median seconds}.
 
-        Much slower candidates are dropped after a first round, except the candidate ``protected``.
+        Candidates that take over twice the best time in the first rounds are dropped, except ``protected``.
         """
-        start_s = self.clock()  # the candidate `protected` is measured even if it is slow
+        start_s = self.clock()
         self._drop_refusals()
         self._began = self.clock()
         self.warming_s = slowest_rank(self.everyone, self._began - start_s)
@@ -127,7 +127,7 @@ Allocator = Callable[[int], Array]  # number of elements -> memory of the kind t
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Input of `select`: operation, dtype, device and largest size of the buffers to tune for, and the time limit."""
+    """Input of `select`: the operation, the buffers to tune for (dtype, device, largest size), and the time limit."""
 
     max_bytes: int
     dtype: np.dtype
@@ -137,7 +137,7 @@ class TuningRequest:
     budget_s: float = BUDGET_S  # time limit of the measurement
 
     def memory(self) -> Array:
-        """Allocate a zeroed buffer of the largest size to tune for. Collective, because it may be in shared memory."""
+        """Allocate a zeroed buffer of ``max_bytes`` bytes. Collective, because shared memory may be allocated."""
         size = max(1, self.max_bytes // self.dtype.itemsize)
         if self.allocate is not None:
             return self.allocate(size)
@@ -155,12 +155,12 @@ def select(
     clock: Clock = time.perf_counter,
     announce: Callable[[], object] = lambda: None,
 ) -> Tuning:
-    """Return the fastest algorithms for ``request`` over ``comm``, equal on all ranks. Collective over ``everyone``.
+    """Return the `Tuning` (fastest algorithms on ``comm``) for ``request``, equal on all ranks of ``everyone``.
 
-    ``everyone``: all ranks, of which ``comm`` is one group. ``library``: version string of the MPI library.
+    Collective over ``everyone``, which consists of ``comm`` and other groups of the same size. ``library``: version
+    string of the MPI library.
     """
-    # ``everyone`` consists of groups like ``comm`` of equal size. ``cached``: a stored result may be used. ``renewed``:
-    # force a new measurement. ``announce``: function to call before a measurement.
+    # ``cached``: a stored result may be used. ``renewed``: force a new measurement. ``announce``: call it before that.
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
         return Tuning(NATIVE, source="default")
@@ -207,7 +207,7 @@ def runs_on(nodes: int, name: str) -> bool:
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return True if ``name`` runs on ``nodes`` nodes, and is not equivalent to another algorithm there. Local."""
+    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and no other algorithm is equal to it there."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
@@ -257,7 +257,7 @@ def _allreduce(
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """Return the list of buffer sizes at which to time the algorithms: bytes, ascending to ``max_bytes``. Local."""
+    """Return a list of the buffer sizes in bytes to measure, in ascending order. The last is ``max_bytes``. Local."""
     ascending, size = [], SMALLEST_BYTES
     while size * 2 <= max_bytes:  # skip a size close to the last one
         ascending.append(size)
@@ -266,7 +266,7 @@ def sizes(max_bytes: int) -> list[int]:
 
 
 def choose(measured: Mapping[str, float], previous: str | None) -> str:
-    """Return the fastest algorithm in ``measured``, {name: seconds}. Prefers native or ``previous``. Local."""
+    """Return the fastest algorithm of ``measured``, {name: seconds}. If nearly equal, prefer native or ``previous``."""
     best = min(measured, key=measured.__getitem__)
     for steady in (previous, NATIVE):  # `previous`: the choice for the next smaller size
         if steady is not None and steady in measured and measured[best] > CLEARLY * measured[steady]:
@@ -311,13 +311,13 @@ class SizeSweep:
         self._latest: dict[str, tuple[int, float]] = {}  # algorithm -> (size, time) of its last tournament
 
     def measure(self, nbytes: list[int]) -> None:
-        """Time the algorithms at each of the sizes ``nbytes``, in this order, with equal time per size. Collective."""
+        """Time the algorithms for the buffer sizes ``nbytes`` in this order, with equal time per size. Collective."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
             self._compare(size, self._candidates(size), share_s)
 
     def measure_between(self) -> None:
-        """If the fastest algorithm differs between two adjacent sizes, time both at a size between. Collective."""
+        """Between adjacent sizes with different fastest algorithms, time both at a middle size. Collective."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):

@@ -27,7 +27,7 @@ NODE, WIRE, CROWDED = "node", "wire", "crowded"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Number of ranks on each node. The ranks of a node are consecutive, and nodes are sorted by first rank."""
+    """Number of ranks on each node. The ranks of a node are consecutive. Nodes are sorted by their lowest rank."""
 
     ranks_per_node: tuple[int, ...]
 
@@ -50,8 +50,10 @@ class Topology:
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the link class of messages between ranks r and r XOR ``distance``: NODE or CROWDED."""
-        # NODE if all these messages stay within nodes, else CROWDED: all ranks of a node send at once.
+        """Return the link class of the messages between ranks r and r XOR ``distance``, for all r.
+
+        NODE if all these messages stay within nodes, else CROWDED (all ranks of a node send to other nodes at once).
+        """
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
 
@@ -83,7 +85,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class AllreduceCost:
-    """Cost of an allreduce: messages of the busiest rank, and bytes that it sums. A send-receive is one message."""
+    """Cost of an allreduce: the messages and reduced bytes of the busiest rank. A send-receive is one message."""
 
     parts: tuple[LinkTraffic, ...]
     reduced_bytes: float
@@ -145,7 +147,7 @@ def rabenseifner_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def circulant_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of the circulant algorithm on p ranks: bytes as in a ring, 2 ceil(log2 p) messages."""
+    """Return the cost of the circulant algorithm on p ranks: the bytes of a ring in 2 ceil(log2 p) messages."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     across = NODE if topology.nodes == 1 else CROWDED
@@ -153,7 +155,7 @@ def circulant_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def ring_bidirectional_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of the bidirectional ring: as many bytes as the ring, in twice as many messages."""
+    """Return the cost of the bidirectional ring: the bytes of a ring in twice as many messages."""
     part, share = ring_cost(topology, nbytes).parts[0], ring_cost(topology, nbytes).reduced_bytes
     return AllreduceCost((LinkTraffic(part.link, 2 * part.messages, part.nbytes),), share)
 
@@ -191,9 +193,9 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Measure the message costs of ``comm``'s links, and the cost of sums on the device of ``like``. Collective.
+    """Measure the cost of messages on ``comm``'s links, and of sums on the device of the array ``like``.
 
-    A time is the maximum over the ranks of ``everyone``. ``clock`` returns seconds.
+    Collective over ``everyone``. Each time is the maximum over these ranks. ``clock``: function that returns seconds.
     """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"

@@ -64,7 +64,7 @@ from hpcdist.errors import HpcdistError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmTable:
-    """Allreduce algorithms by buffer size: ``names[i]`` up to ``limits[i]`` bytes, and the last name above."""
+    """Allreduce algorithms by buffer size: ``names[i]`` up to ``limits[i]`` bytes, ``names[-1]`` for larger buffers."""
 
     names: tuple[str, ...]
     limits: tuple[int, ...] = ()
@@ -72,12 +72,12 @@ class AlgorithmTable:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.limits) + 1 or list(self.limits) != sorted(set(self.limits)):
             raise UsageError(
-                "an allreduce table needs ascending limits in bytes and one more name than limits, got "
-                f"{self.names} and {self.limits}"
+                "an allreduce table needs ascending limits in bytes and one more name than limits, got the names "
+                f"{self.names} and the limits {self.limits}"
             )
 
     def at(self, nbytes: int) -> str:
-        """Return the algorithm for a buffer of ``nbytes`` bytes. Local."""
+        """Return the name of the algorithm for a buffer of ``nbytes`` bytes. Local."""
         return self.names[bisect_left(self.limits, nbytes)]
 
     def __str__(self) -> str:
@@ -86,14 +86,14 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return a table of ``rows``: pairs (largest size in bytes, algorithm), ascending. The last size is ignored."""
+        """Convert ascending ``rows`` (largest size in bytes, algorithm) to a table. The last size is ignored."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
 
 @functools.lru_cache(maxsize=64)
 def parse_algorithm(text: "str | AlgorithmTable") -> AlgorithmTable:
-    """Parse ``text``: one allreduce algorithm, or a table by buffer size (NAME<=BYTES,...,NAME). Raises UsageError."""
+    """Convert ``text``, an algorithm NAME or NAME<=BYTES,...,NAME, to an `AlgorithmTable`. Raises UsageError."""
     names = [*ALLREDUCE, *ON_GPUS]
     fault = fault_in_table(str(text), names)
     if fault:
@@ -220,7 +220,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return ``function``, an allreduce, with an added keyword ``scale``, a factor for the result. Local."""
+    """Return the allreduce ``function`` with an additional keyword ``scale`` that multiplies the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 
@@ -249,7 +249,7 @@ BLOCKS: Final = 3  # one block is being filled, one reduced, one emptied
 
 
 def staged_allreduce(function: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place by ``function``, an allreduce of host memory. Collective over ``comm``."""
+    """Reduce a GPU ``buffer`` in place by ``function``, an allreduce that runs on a host copy. Collective."""
     produced = device.record()
     segments = [part.slice for part in cut(Range(0, buffer.size), max(1, SEGMENT_BYTES // buffer.itemsize))]
     size = min(buffer.size, max(1, SEGMENT_BYTES // buffer.itemsize))
@@ -273,7 +273,7 @@ def _fill(source: Array, block: np.ndarray, after: Event) -> Event:
 def staged_reduce_scatter(
     function: ReduceScatter, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum"
 ) -> None:
-    """Reduce-scatter a GPU ``buffer`` by ``function`` on the host. Rank r gets ``buffer[shares[r]]``. Collective."""
+    """Reduce-scatter a GPU ``buffer`` by ``function`` on a host copy. Rank r gets ``buffer[shares[r]]``. Collective."""
     host = staging.to_host(buffer)
     function(comm, host, shares, op)
     share = shares[comm.rank]
@@ -282,7 +282,7 @@ def staged_reduce_scatter(
 
 
 def staged_all_gather(function: AllGather, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
-    """All-gather a GPU ``buffer`` by ``function`` on the host. Rank r contributes ``buffer[shares[r]]``. Collective."""
+    """All-gather a GPU ``buffer`` by ``function`` on a host copy. Rank r sends ``buffer[shares[r]]``. Collective."""
     host = staging.lease(buffer.size, buffer.dtype)
     share = shares[comm.rank]
     if share:
@@ -324,5 +324,5 @@ def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer
 
 
 def takes_pointers(comm: Communicator, operation: str) -> bool:
-    """Return True if ``comm`` may pass GPU pointers to MPI in ``operation``, such as "allreduce". Local."""
+    """Return True if ``comm`` may pass GPU pointers to the MPI ``operation``, such as "allreduce". Local."""
     return isinstance(comm, Communicator) and operation in comm.handover.pointers

@@ -38,7 +38,7 @@ _communicators: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDi
 
 
 def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place by NCCL. Raises MissingCapabilityError on all ranks without NCCL. Collective."""
+    """Reduce a GPU ``buffer`` by NCCL. If any rank has no NCCL, all ranks raise MissingCapabilityError. Collective."""
     if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         parts = split(buffer.size, comm.size, buffer.itemsize)
         reduce_scatter(comm, buffer, parts, op)
@@ -54,7 +54,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined. Collective."""
+    """Reduce a GPU ``buffer`` by NCCL. On rank r, only ``buffer[ranges[r]]`` is defined afterwards. Collective."""
     if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         _exchange_and_reduce(comm, buffer, ranges, op)
         return
@@ -93,7 +93,7 @@ def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Ran
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    """Fill ``buffer`` in place: each rank contributes ``buffer[ranges[rank]]``. Collective over ``comm``."""
+    """All-gather a GPU ``buffer`` by NCCL. Rank r contributes ``buffer[ranges[r]]``. Collective over ``comm``."""
     check_buffer(buffer)
     if comm.size == 1 or buffer.size == 0:
         return
@@ -120,7 +120,7 @@ def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
 
 @contextmanager
 def enqueuing(allowed: bool = True) -> Iterator[None]:
-    """Context manager: NCCL calls of this thread return once enqueued. If ``allowed`` is False, they wait. Local."""
+    """Context manager: this thread's NCCL calls return once enqueued. If ``allowed`` is False, the calls wait."""
     before = _here.enqueued
     _here.enqueued = 0 if allowed else None
     try:
@@ -130,7 +130,7 @@ def enqueuing(allowed: bool = True) -> Iterator[None]:
 
 
 def enqueued() -> int:
-    """Return the number of NCCL calls that this thread has enqueued inside the current `enqueuing`. Local."""
+    """Return the number of NCCL calls that this thread has enqueued in the current `enqueuing` block. Local."""
     return _here.enqueued or 0
 
 
@@ -159,7 +159,7 @@ def communicator(comm: Communicator) -> Any:
 
 
 def refusal(comm: Communicator) -> str:
-    """Return the reason why NCCL cannot be used on ``comm``, or "". The text is equal on all ranks. Collective."""
+    """Return the reason why NCCL cannot be used on ``comm``, or "", equal on all ranks. Collective over ``comm``."""
     reason, bus_id, version = "", "", 0
     try:
         module = device.nccl()
@@ -182,8 +182,8 @@ def refusal(comm: Communicator) -> str:
     )
     version_text = f"{oldest // 10000}.{oldest // 100 % 100}.{oldest % 100}"
     return (
-        f"{ranks} ranks share GPU {bus_id} of node {node}, and NCCL {version_text}, as it is set up, takes one "
-        f"rank a GPU; {cure}, or choose another communication.algorithm than nccl"
+        f"{ranks} ranks share GPU {bus_id} of node {node}, but the installed and configured NCCL {version_text} "
+        f"takes one rank a GPU; {cure}, or choose another communication.algorithm than nccl"
     )
 
 

@@ -139,12 +139,12 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait until any MPI request of this engine or any of ``*others`` is complete. Local."""
+        """Advance all operations, then wait until a request of this engine or one of ``*others`` completes. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until one MPI request is complete, of this engine or of the arguments ``*others``. Local."""
+        """Wait until an MPI request of this engine, or one of the requests ``*others``, is complete. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]
@@ -163,8 +163,8 @@ class PollEngine(ProgressEngine):
     def _check(self) -> None:
         if self._failed is not None:
             raise CommunicationError(
-                f"a nonblocking collective failed before ({self._failed!r}), so this progress engine runs no more "
-                "collectives; fix the cause of the first failure"
+                f"a nonblocking collective failed before ({self._failed!r}), and this progress engine runs no further "
+                "collectives after a failure; fix the cause of the first failure"
             ) from self._failed
 
     def _finish(self) -> None:
@@ -195,8 +195,8 @@ class _Job:
         try:
             if before is not None:
                 raise CommunicationError(
-                    f"this nonblocking collective was not started, because an earlier one failed ({before!r}); fix the "
-                    "cause of the first failure"
+                    f"this nonblocking collective was not started, because an earlier collective failed ({before!r}); "
+                    "fix the cause of the first failure"
                 ) from before
             self._call()
             self._ended()
@@ -239,7 +239,7 @@ def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread, limit
 
 
 class ThreadEngine(ProgressEngine):
-    """Engine that runs nonblocking collectives in one thread. Raises MissingCapabilityError without thread support."""
+    """Engine with a thread for nonblocking collectives. Raises MissingCapabilityError without MPI_THREAD_MULTIPLE."""
 
     # The thread ends at `close`, when the engine is garbage-collected, or when the process ends.
     algorithms: ClassVar = {
@@ -275,7 +275,7 @@ class ThreadEngine(ProgressEngine):
         if backend.is_device(task.buffer):
             raise BufferHandoverError(
                 "the buffer is on a GPU, but a progress thread accepts only host buffers: the streams of a GPU belong "
-                "to the computing thread; use the progress 'poll', or a blocking collective"
+                "to the computing thread; use the progress engine 'poll', or a blocking collective"
             )
         comm = self.duplicate
         return self._put(lambda: _run_blocking(comm, task), ended)
@@ -313,7 +313,7 @@ KINDS: Final[dict[str, Callable[[Communicator], ProgressEngine]]] = {"thread": T
 
 
 def begin(comm: Communicator, kind: str) -> ProgressEngine:
-    """Return a progress engine: ``kind`` is "thread" or "poll". Raises MissingCapabilityError. Collective."""
+    """Start a progress engine of ``kind`` "thread" or "poll". Raises MissingCapabilityError. Collective."""
     if kind not in KINDS:
-        raise UsageError(f"progress {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        raise UsageError(f"progress engine {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     return KINDS[kind](comm)

@@ -44,7 +44,7 @@ class _Opened: ...
 
 
 class IpcMapping:
-    """Mapped GPU memory of another rank. ``array``: its bytes, valid until `close`."""
+    """Mapped GPU memory of another rank. ``array``: the mapped bytes, valid until `close`."""
 
     def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
         cuda, owner = device.cupy().cuda, _Opened()
@@ -55,7 +55,7 @@ class IpcMapping:
         self.array: Any = device.cupy().ndarray(nbytes, np.uint8, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
-        """Unmap the memory. Before this call, all kernels that use it must end. The owner must free it later. Local."""
+        """Unmap the memory. Kernels that use it must have ended. The owner may free it only after this call. Local."""
         self.array = None
         if self._close is not None:
             self._close()
@@ -117,8 +117,8 @@ def open_handle(memory: IpcHandle) -> IpcMapping:
         pointer = int(runtime.ipcOpenMemHandle(memory.handle))
     except runtime.CUDARuntimeError as error:
         raise MissingCapabilityError(
-            f"GPU {device.bus_id()} cannot open memory of GPU {memory.bus_id} ({error}); let all ranks of a node see "
-            "all of its GPUs (--gpus-per-node instead of --gpus-per-task, --gpu-bind=none)"
+            f"GPU {device.bus_id()} cannot open memory of GPU {memory.bus_id} ({error}); let every rank see all GPUs "
+            "of its node (--gpus-per-node instead of --gpus-per-task, --gpu-bind=none)"
         ) from error
     return IpcMapping(pointer, memory.nbytes, opened=True)
 
@@ -154,7 +154,7 @@ _exchanges: weakref.WeakKeyDictionary[Communicator, _Exchange] = weakref.WeakKey
 
 
 def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place by reads from GPUs of the node. Raises MissingCapabilityError. Collective."""
+    """Reduce a GPU ``buffer`` by reads from the node's other GPUs. Raises MissingCapabilityError. Collective."""
     check_buffer(buffer)
     combine = ufunc(buffer, op)
     if comm.size == 1 or buffer.size == 0:
@@ -169,7 +169,7 @@ def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") 
 
 
 def refusal(comm: Communicator) -> str:
-    """Return the reason why the ranks of ``comm`` cannot share GPU memory, or "". Collective at the first call."""
+    """Return the reason why the ranks of ``comm`` cannot share GPU memory, or "". The first call is collective."""
     if comm.nodes().count > 1:
         return f"the {comm.size} ranks of {comm.name} are on {comm.nodes().count} nodes"
     return _exchange_of(comm, UNIT_BYTES).refusal

@@ -52,7 +52,7 @@ class Task:
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
     """Return a list of one generator ("lane") that runs MPI_Iallreduce on the buffer of ``task``.
 
-    It yields lists of requests to wait for. ``scratch`` and ``tags`` are not used.
+    The generator yields lists of requests to wait for. ``scratch`` and ``tags`` are not used.
     """
 
     def lane() -> Lane:
@@ -64,9 +64,9 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
     """Return a list of generators that run a ring allreduce of ``task``, one per segment of its buffer.
 
-    Each yields lists of requests to wait for. ``scratch``: buffer allocator. ``tags``: function that returns a new tag.
+    A generator yields lists of requests to wait for. The caller may interleave the generators. ``scratch``: function
+    that allocates a buffer. ``tags``: function that returns a new tag.
     """
-    # The caller may interleave the generators.
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
     def lane(chunks: Sequence[Range], arrival: Array, tag: int) -> Lane:
@@ -142,7 +142,7 @@ RESUMABLE: Final[Mapping[str, Mapping[str, Lanes]]] = {
 
 
 class Handle(Protocol):
-    """Handle of an operation in flight. If the operation fails, every `wait` and `test` raises its error."""
+    """Handle of an operation in flight. After a failure of the operation, every `wait` and `test` raises the error."""
 
     def wait(self) -> None:
         """Wait until the operation is complete, so that its buffer holds the result. Local."""
@@ -166,20 +166,20 @@ class ProgressEngine(ABC):
         return math.nan
 
     def iallreduce(self, buffer: Array, algorithm: str | AlgorithmTable = "native", op: str = "sum") -> Handle:
-        """Start to reduce ``buffer`` in place by ``algorithm`` (a name or a table by buffer size). Return its handle.
+        """Start to reduce ``buffer`` in place by ``algorithm`` (a name or a table by buffer size). Return a `Handle`.
 
-        Collective: all ranks start operations in the same order.
+        Collective: all ranks must start their operations in the same order.
         """
         return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op))
 
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
     ) -> Handle:
-        """Start to reduce ``buffer`` in place. Rank r gets ``buffer[shares[r]]``. Return a handle. Collective."""
+        """Start a reduce-scatter of ``buffer``. Rank r gets ``buffer[shares[r]]``. Return a `Handle`. Collective."""
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
-        """Start an all-gather: rank r contributes ``buffer[shares[r]]``. Return a handle. Collective."""
+        """Start an all-gather of ``buffer``. Rank r sends ``buffer[shares[r]]``. Return a `Handle`. Collective."""
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 
     def _begin(self, task: Task) -> Handle:
@@ -211,8 +211,8 @@ class ProgressEngine(ABC):
             name = parse_algorithm(name).at(task.buffer.nbytes)
         if name not in supported:
             raise UsageError(
-                f"with this progress engine, the nonblocking {task.operation} algorithm {name!r} is not "
-                f"one of {', '.join(supported)}; choose one of these"
+                f"the nonblocking {task.operation} algorithm {name!r} does not exist in this progress engine; "
+                f"choose one of {', '.join(supported)}"
             )
         return name
 

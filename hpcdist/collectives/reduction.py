@@ -42,7 +42,7 @@ class ScaledFunction(Protocol):
 
 
 def combiner(buffer: Array, op: str) -> Combine:
-    """Return the numpy or cupy ufunc of ``op`` for ``buffer``. Raises BufferHandoverError, also for 16-bit floats."""
+    """Check ``buffer``, then return `ufunc(buffer, op)`. Raises BufferHandoverError, also for 16-bit floats."""
     check_buffer(buffer)
     if is_16bit_float(buffer.dtype):
         raise BufferHandoverError(
@@ -53,7 +53,7 @@ def combiner(buffer: Array, op: str) -> Combine:
 
 
 def ufunc(buffer: Array, op: str) -> Combine:
-    """Return the numpy or cupy ufunc of ``op`` for the device of ``buffer``. Raises UsageError for an unknown op."""
+    """Return a function (left, right, out) that applies ``op`` on the device of ``buffer``. Raises UsageError."""
     check_op(op)
     function = getattr(namespace(buffer), _UFUNCS[op])
     if buffer.dtype.kind in "iu":  # integers wrap around without warnings
@@ -68,7 +68,7 @@ def ufunc(buffer: Array, op: str) -> Combine:
 
 
 def may_lose_nan(buffer: Array, op: str) -> bool:
-    """Return True if MPI and NCCL may lose NaNs in ``op`` on ``buffer``: a max or min of floats. Local."""
+    """Return True if ``op`` on ``buffer`` is a max or min of floats, in which MPI and NCCL may lose NaNs. Local."""
     return op != "sum" and buffer.dtype.kind == "f"
 
 
@@ -92,7 +92,7 @@ def check_buffer(buffer: Array) -> None:
 
 
 def native_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place by MPI_Allreduce, which chooses the algorithm. Collective over ``comm``."""
+    """Reduce ``buffer`` in place by MPI_Allreduce. The MPI library chooses the algorithm. Collective."""
     comm.allreduce(buffer, op)  # also checks the buffer
 
 
@@ -223,7 +223,7 @@ def widened_allreduce(
 
 
 def widen(source: Array, target: Array) -> None:
-    """Copy ``source`` to ``target``. 16-bit floats are converted if ``target`` is float32. Local."""
+    """Copy ``source`` to ``target``. If ``target`` is float32, 16-bit floats are converted. Local."""
     if is_16bit_float(source.dtype) and not is_device(source):
         widen_on_host(source, target)
     else:
@@ -231,7 +231,7 @@ def widen(source: Array, target: Array) -> None:
 
 
 def round_into(target: Array, total: Array) -> None:
-    """Round ``total`` to the dtype of ``target``, and write it there. Overflow becomes infinity. Local."""
+    """Round ``total`` to the dtype of ``target``, and write it to ``target``. Overflow gives infinity. Local."""
     if is_16bit_float(target.dtype) and not is_device(target):
         round_on_host(target, total)
         return

@@ -40,7 +40,7 @@ def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
 def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     """Return the array ``name`` of ``size`` elements from the dict ``buffers``. Local.
 
-    If it is missing or too small, allocate it on the device of the array ``like``.
+    If the array is missing or too small, allocate a new array on the device of the array ``like``.
     """
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
@@ -51,7 +51,7 @@ def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Ar
 
 
 def count_in_ledger(array: Array) -> Array:
-    """Add ``array`` to the communication memory in this thread's memory statistics. Return ``array``. Local."""
+    """Count ``array`` as communication memory in this thread's memory statistics, and return ``array``. Local."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 
 
@@ -85,7 +85,7 @@ def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> 
 
 
 def gather_counts(comm: Communicator, row: np.ndarray) -> np.ndarray:
-    """Gather the int64 array ``row`` of each rank. Return an array with one row per rank. Collective."""
+    """Return an int64 array with one row per rank: row r is the int64 array ``row`` of rank r. Collective."""
     gathered = np.empty((comm.size, *row.shape), np.int64)
     gathered[comm.rank] = row
     comm.all_gather(gathered.reshape(-1), [Range(row.size * rank, row.size * (rank + 1)) for rank in range(comm.size)])
@@ -95,7 +95,7 @@ def gather_counts(comm: Communicator, row: np.ndarray) -> np.ndarray:
 def check_segment(segment_bytes: int) -> None:
     """Raise UsageError unless ``segment_bytes`` is at least 1. Local."""
     if segment_bytes < 1:
-        raise UsageError(f"segment_bytes = {segment_bytes}; it must be at least 1, and the same on every rank")
+        raise UsageError(f"segment_bytes must be at least 1, and equal on all ranks, got {segment_bytes}")
 
 
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
@@ -144,7 +144,7 @@ class PostedReceives:
             self._posted.append(self._comm.irecv(target, self._source, self._tag))
 
     def take(self) -> Array:
-        """Wait for the next message in order. Return the array that holds it, valid until the next call. Local."""
+        """Wait for the next message. Return the array that holds the message until the next call. Local."""
         # With targets from `slots`, the receive posted here reuses the memory that the previous call returned.
         self._post()
         self._posted.popleft().wait()
@@ -153,6 +153,6 @@ class PostedReceives:
 
 
 def wait_all(requests: Iterable[Request]) -> None:
-    """Wait for all ``requests``. Local."""
+    """Wait until all ``requests`` are complete. Local."""
     for request in requests:
         request.wait()

@@ -43,7 +43,7 @@ class ReduceScatterFunction(Protocol):
     def __call__(
         self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
     ) -> None:
-        """Reduce ``buffer`` in place, or into ``result``. Rank r gets its element range ``shares[r]``. Collective."""
+        """Reduce ``buffer``, in place or into ``result``. Rank r gets only the range ``shares[r]`` of the result."""
 
 
 # Fills ``buffer`` in place: each rank contributes ``buffer[shares[rank]]``. Collective over ``comm``.

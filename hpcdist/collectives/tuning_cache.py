@@ -28,7 +28,7 @@ LARGEST_SIZE: Final = "max_bytes"
 
 @dataclass(frozen=True)
 class TuningRow:
-    """Tuning result for one buffer size: {algorithm: seconds}, predicted and measured, and the chosen algorithm."""
+    """Tuning result for one buffer size: predicted and measured {algorithm: seconds}, and the chosen algorithm."""
 
     nbytes: int
     predicted: dict[str, float]
@@ -76,9 +76,9 @@ def key(
     buffer: str,
     max_bytes: int,
 ) -> dict[str, Any]:
-    """Return the key that identifies a tuning in the cache: a dict of all values on which its result depends.
+    """Return the cache key of a tuning result: a dict of all values on which the result depends.
 
-    ``buffer``: "host" or "device". ``max_bytes``: largest buffer tuned. Collective over ``everyone``.
+    ``buffer``: "shared", "host" or "device". ``max_bytes``: largest tuned buffer size. Collective over ``everyone``.
     """
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
@@ -106,7 +106,7 @@ def _host() -> str:
 
 
 def path_of(query: Mapping[str, Any]) -> Path:
-    """Return the path of the cache file for the cache key ``query``. Raises StorageError as `directory`. Local."""
+    """Return the path of the cache file for the cache key ``query``. Raises StorageError, as `directory` does."""
     fixed = {name: value for name, value in query.items() if name != "software" and name not in _largest_size(query)}
     return directory() / f"{query['kind']}-{user_cache.digest(fixed)}.json"
 
@@ -118,9 +118,9 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
     """Return (cached tuning or None, reason why the cache file is ignored or ""). ``query``: cache key. Local.
 
-    ``load_now``: load per processor. With idle nodes, a result measured under load is ignored.
+    ``load_now``: highest `load_per_processor` of all nodes. If all nodes are idle, a result from a busy machine is
+    ignored.
     """
-    # ``load_now``: highest `load_per_processor` of a node. If all nodes are idle, ignore a result from a busy machine.
     try:
         path = path_of(query)
     except StorageError:
@@ -144,7 +144,7 @@ def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]
         reaches = f"it reaches {stored_key.get(LARGEST_SIZE)} bytes, and this job has buffers of {query[LARGEST_SIZE]}"
         return None, f"{path} is not used: {reaches}"
     if tuning.load > BUSY and load_now < IDLE:
-        return None, f"{path} is not used: it was measured beside other work, and the machine is idle now"
+        return None, f"{path} is not used: it was measured on a busy machine, and the machine is idle now"
     return replace(tuning, source="cache"), ""
 
 
@@ -189,7 +189,7 @@ def _seconds(times: Mapping[str, Any]) -> dict[str, float]:
 
 
 def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a cache file, as JSON data, for ``tuning`` and its cache key ``job_key``. Local."""
+    """Return the JSON content of the cache file for ``tuning`` with the cache key ``job_key``, as a dict. Local."""
     machine = tuning.machine
     return {
         "format": FORMAT,
@@ -212,7 +212,7 @@ def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(tuning: Tuning, job_key: Mapping[str, Any]) -> Tuning:
-    """Write ``tuning`` to the cache under ``job_key``. Return it with any failure in its ``note``. Local."""
+    """Write ``tuning`` to the cache under ``job_key``. Return ``tuning``, with the reason of a failure in ``note``."""
     try:
         user_cache.write(path_of(job_key), content_of(tuning, job_key))
     except OSError as error:

@@ -35,10 +35,7 @@ def is_plain(buffer: Array) -> bool:
 
 
 def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
-    """Raise CommunicationError unless ``ranges`` tile ``buffer`` in rank order, one range per rank. Local.
-
-    ``ranks``: number of ranks.
-    """
+    """Raise CommunicationError unless ``ranges`` has ``ranks`` ranges that cover ``buffer`` in order without gaps."""
     ends = [0, *(part.stop for part in ranges)]
     starts = [*(part.start for part in ranges), buffer.size]
     if len(ranges) != ranks or ends != starts:
@@ -68,7 +65,7 @@ _INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collec
 
 
 class ComparableCommunicator(Protocol):
-    """Attributes and methods of a communicator that the comparison of calls needs."""
+    """Interface that `compare_calls` needs of a communicator."""
 
     name: str
     rank: int
@@ -106,7 +103,7 @@ class CollectiveCall:
 def describe_call(
     operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> CollectiveCall:
-    """Describe a collective call on ``buffer`` for comparison between ranks. Local.
+    """Return a `CollectiveCall` that describes a call on ``buffer``, to be compared between ranks. Local.
 
     ``reduction``: "sum", "max", "min" or "". ``extra``: text of further arguments to compare.
     """
@@ -118,17 +115,20 @@ def describe_call(
 def compare_native(
     comm: ComparableCommunicator, operation: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> None:
-    """Raise CommunicationError on all ranks if the arguments of their MPI collectives differ. Collective.
+    """Raise CommunicationError on all ranks if the ranks' MPI collectives or arguments differ. Collective.
 
-    ``operation``: name of the collective. ``extra``: text of further arguments to compare.
+    ``operation``: name of the MPI collective. ``extra``: text of further arguments to compare.
     """
     if comm.size > 1 and not comm.is_comparing:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
 def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, progress: Progress | None = None) -> None:
-    """Raise CommunicationError on all ranks if their ``call`` differs; run ``progress`` while waiting. Collective."""
-    # `progress` must progress this rank's operations in flight, because other ranks may wait for them.
+    """Raise CommunicationError on all ranks if ``call`` differs between the ranks. Collective over ``comm``.
+
+    ``progress``: function to call while waiting. It must progress this rank's operations in flight, because other ranks
+    may wait for these operations.
+    """
     everybody = _exchange_calls(comm, call, progress)
     if any(other != everybody[0][0] for other, _ in everybody):
         raise CommunicationError(_difference(comm.name, everybody))
@@ -137,9 +137,9 @@ def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, progress: 
 def announce_refusal(
     comm: ComparableCommunicator, call: CollectiveCall, error: HpcdistError, progress: Progress | None = None
 ) -> None:
-    """Tell the other ranks that this rank raises ``error`` instead of making ``call``: their `compare_calls` fails.
+    """Announce that this rank raises ``error`` instead of making ``call``. Then `compare_calls` fails on other ranks.
 
-    ``progress``: function to call while waiting.
+    ``progress``: function to call while waiting, as in `compare_calls`.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(
@@ -148,7 +148,7 @@ def announce_refusal(
 
 
 def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
-    """Return the allreduce ``function``, named ``algorithm``, with a check that all ranks make the same call. Local."""
+    """Return ``function``, the allreduce ``algorithm``, with a prior check that all ranks make equal calls. Local."""
 
     def compare_then_run(comm: ComparableCommunicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
@@ -162,7 +162,7 @@ def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[.
 
 
 def ranges_fingerprint(shares: Sequence[Range]) -> str:
-    """Return a checksum of the list of element ranges ``shares`` as text, to compare it between ranks. Local."""
+    """Return a checksum of the element ranges ``shares`` as text, to compare the ranges between ranks. Local."""
     return f"shares {zlib.crc32(repr([(part.start, part.stop) for part in shares]).encode()):08x}"
 
 
@@ -210,6 +210,6 @@ def _difference(name: str, everybody: Sequence[tuple[CollectiveCall, str]]) -> s
         for (call, place), ranks in groups.items()
     ]
     return (
-        f"the ranks of {name} came to one collective with different calls: {'; '.join(lines)}. Every rank must make "
-        "the same calls in the same order, on buffers of one size and dtype"
+        f"the ranks of {name} made different collective calls: {'; '.join(lines)}. Every rank must make the same "
+        "calls in the same order, on buffers of equal size and dtype"
     )

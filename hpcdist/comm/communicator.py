@@ -66,14 +66,14 @@ class Communicator(CommunicatorFamily):
         self.events.end(token)
 
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
-        """Send ``buffer`` to rank ``peer``. The buffer may be changed after the return."""
+        """Send ``buffer`` to rank ``peer``. After the return, the caller may change ``buffer``."""
         message = self.handover.outgoing(buffer)
         token = self._begin("send", buffer, buffer.nbytes, peer, tag)
         self._send(message, peer, tag)
         self.events.end(token)
 
     def recv(self, buffer: Array, peer: int, tag: int = 0) -> None:
-        """Receive a message from rank ``peer`` into ``buffer``, which must have the size of the message."""
+        """Receive a message from rank ``peer`` into ``buffer``. The message must have the size of ``buffer``."""
         message, finish = self.handover.incoming(buffer)
         token = self._begin("recv", buffer, 0, peer, tag)
         self._recv(message, peer, tag)
@@ -82,7 +82,7 @@ class Communicator(CommunicatorFamily):
         self.events.end(token)
 
     def sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int = 0) -> None:
-        """Send to rank ``to`` and receive from rank ``source`` at the same time."""
+        """Send the array ``send`` to rank ``to``, and receive from rank ``source`` into ``receive``."""
         outgoing = self.handover.outgoing(send)
         incoming, finish = self.handover.incoming(receive)
         token = self._begin("sendrecv", send, send.nbytes, to, tag)
@@ -92,13 +92,13 @@ class Communicator(CommunicatorFamily):
         self.events.end(token)
 
     def isend(self, buffer: Array, peer: int, tag: int = 0) -> Request:
-        """Start to send ``buffer`` to rank ``peer``."""
+        """Start to send ``buffer`` to rank ``peer``. Do not change ``buffer`` before the request is complete."""
         message = self.handover.outgoing(buffer)
         token = self._begin("isend", buffer, buffer.nbytes, peer, tag)
         return PendingRequest(self.events, token, self._isend(message, peer, tag), None)
 
     def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
-        """Start to receive from rank ``peer`` into ``buffer``."""
+        """Start to receive from rank ``peer`` into ``buffer``. Use ``buffer`` only after the request is complete."""
         message, finish = self.handover.incoming(buffer)
         token = self._begin("irecv", buffer, 0, peer, tag)
         return PendingRequest(self.events, token, self._irecv(message, peer, tag), finish)
@@ -106,7 +106,7 @@ class Communicator(CommunicatorFamily):
     def wait_any(self, requests: Sequence[Request]) -> int:
         """Wait until one of ``requests`` is complete, and return its index. Local."""
         if not requests:
-            raise UsageError("wait_any needs at least one request")
+            raise UsageError("wait_any got no requests; pass at least one request")
         since = time.monotonic()
         while True:
             for index, request in enumerate(requests):
@@ -115,14 +115,14 @@ class Communicator(CommunicatorFamily):
             self._idle(since)
 
     def probe(self, peer: int = ANY, tag: int = ANY) -> Message:
-        """Wait for a message from rank ``peer``. Return a handle, which alone can receive this message. Local."""
+        """Wait for a message from rank ``peer``. Return a `Message`: only its `recv` can receive the data. Local."""
         token = self.events.begin(self.name, "probe", "uint8", 0, 0, peer, tag)
         message = self._probe(peer, tag)
         self.events.end(token)
         return message
 
     def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
-        """Return a handle for a message from rank ``peer``, like `probe`, or None if none has arrived. Never waits."""
+        """Return a `Message`, like `probe`, or None if no message from rank ``peer`` has arrived. Never waits."""
         message = self._poll(peer, tag)
         if message is not None:
             self.events.end(self.events.begin(self.name, "probe", "uint8", 0, 0, message.source, message.tag))
@@ -143,7 +143,7 @@ class Communicator(CommunicatorFamily):
         self._in_place("broadcast", buffer, self._broadcast, root, peer=root)
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
-        """Reduce ``buffer`` over the ranks in place, with the transport's own algorithm. Not for 16-bit floats."""
+        """Reduce ``buffer`` in place with the algorithm of the transport (such as MPI). Not for 16-bit floats."""
         if self._checked:
             checks.compare_native(self, "allreduce", buffer, op)
         if op not in REDUCTIONS or not is_plain(buffer):  # for a few bytes the hand-over costs as much as the reduction
@@ -163,7 +163,7 @@ class Communicator(CommunicatorFamily):
         return PendingRequest(self.events, token, self._iallreduce(message, op), finish)
 
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-        """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; ``ranges`` cover ``buffer`` in rank order."""
+        """Reduce ``buffer`` in place. Rank r gets only ``ranges[r]``. ``ranges`` cover ``buffer`` in rank order."""
         if self._checked:
             checks.compare_native(self, "reduce_scatter", buffer, op, checks.ranges_fingerprint(ranges))
         check_reduction(buffer, op)
@@ -171,7 +171,7 @@ class Communicator(CommunicatorFamily):
         self._in_place("reduce_scatter", buffer, self._reduce_scatter, ranges, op)
 
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
-        """Send ``buffer[ranges[rank]]`` to all ranks, and fill the other ranks' ranges in place."""
+        """Fill ``buffer`` on all ranks: rank r sends its ``buffer[ranges[r]]`` to every other rank."""
         if self._checked:
             checks.compare_native(self, "all_gather", buffer, extra=checks.ranges_fingerprint(ranges))
         check_tiling(buffer, ranges, self.size)
@@ -193,17 +193,17 @@ class Communicator(CommunicatorFamily):
         self.events.end(token)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the small picklable values of all ranks, in rank order. For set-up only, not for training steps."""
+        """Return a list of all ranks' ``value`` (small, picklable) in rank order. For set-up, not training steps."""
         return self._recorded("allgather_object", self._allgather_object, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the small picklable value of rank ``root``. For set-up only, not for training steps."""
+        """Return the ``value`` (small, picklable) of rank ``root``. For set-up, not for training steps."""
         return self._recorded("broadcast_object", self._broadcast_object, value, root, peer=root)
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> "Communicator | None":
-        """Split the communicator. Return the part with this rank's ``color``, or None if ``color`` is None.
+        """Return a communicator of all ranks with this rank's ``color``, or None if ``color`` is None.
 
-        Ranks are sorted by (``key``, rank). ``label``: text for the name of the new communicator.
+        Its ranks are sorted by (``key``, rank). ``label``: text for the name of the new communicator.
         """
         self._children += 1
         suffix = "" if color is None else f"/{label}{self._children}.{color}"
@@ -213,7 +213,7 @@ class Communicator(CommunicatorFamily):
         return child
 
     def dup(self, label: str = "dup") -> "Communicator":
-        """Return a communicator of the same ranks with its own message context. ``label``: text for its name."""
+        """Return a communicator of the same ranks with a separate message context. ``label``: text for its name."""
         child = self.split(0, self.rank, label)
         assert child is not None
         return child
@@ -248,7 +248,7 @@ class Communicator(CommunicatorFamily):
         return self._recorded("shared", self._shared, nbytes, count=nbytes)
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window on ``nbytes`` zeroed bytes of this rank. Raises MissingCapabilityError."""
+        """Return a one-sided `Window` with ``nbytes`` zeroed bytes on this rank. Raises MissingCapabilityError."""
         sizes = self.allgather_object(nbytes)
         transfers = self._recorded("window", self._window, nbytes, count=nbytes)
         return ObservedWindow(transfers, self.name, sizes, lambda: self.events)

@@ -106,7 +106,7 @@ def fault_in_table(text: str, names: Sequence[str]) -> str:
             near = nearest(name, names)
             return f"{shown} is unknown" + (f", did you mean {near}" if near else "")
         if bool(sign) != (number < len(rows)):
-            return f"{shown}: {'the last row has' if sign else 'only the last row has'} no size"
+            return f"{shown}: {'the last row must have no' if sign else 'every row but the last needs a'} size"
         if sign and not _LIMIT.fullmatch(limit):
             return f"{shown}: sizes are plain bytes: 4096, not 4K"
         if sign and int(limit) <= before:

@@ -49,7 +49,7 @@ class Handover:
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], object] | None]:
-        """Return (array for MPI to receive into, function that then copies the array to ``buffer``, or None)."""
+        """Return (array that MPI may receive into, function that then copies this array to ``buffer``, or None)."""
         _check(buffer)
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.writeable:

@@ -36,7 +36,7 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
 
 
 def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
-    """Return this rank's placement. Raises ConfigurationError if the launcher's local ranks are wrong. Collective."""
+    """Return this rank's placement. Raises ConfigurationError if the launcher's local ranks are invalid. Collective."""
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
     declared = getattr(comm, "declared_node", None) is not None

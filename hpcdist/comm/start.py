@@ -50,7 +50,7 @@ class Session:
     spans: SpanSink = NULL_SPANS  # named intervals of this rank, in addition to its messages
 
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:  # spans: also named intervals
-        """Record operations in ``directory`` from now on, each with the deadline ``deadline_s``. Collective."""
+        """Start to record operations in ``directory``, with a deadline of ``deadline_s`` s each. Collective."""
         folder = directory / "recorder"
         try:
             atomic.own_directory(folder)
@@ -70,7 +70,7 @@ class Session:
         self.comm.barrier()  # recorded, so that `hpcdist hang` finds ranks that do not arrive here
 
     def stop_recording(self) -> None:
-        """Close the files that `record` opened, and end the deadlines of operations. Local."""
+        """Close the files that `record` opened, and stop checking the deadlines of operations. Local."""
         # If the job survives rank failures, this rank must soon call `record` again or exit, or the job ends.
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -86,7 +86,7 @@ class Session:
         self.spans = NULL_SPANS
 
     def survive(self, comm: Communicator) -> "Session":
-        """Return a session on ``comm``, the survivors' communicator, which replaces this session. Collective."""
+        """Return a new session for the survivors' communicator ``comm``, to use instead of this session. Collective."""
         self.stop_recording()
         session = replace(self, comm=comm, place=placement.locate(comm, None))
         if failfast.is_installed():  # false if ranks are threads of a test
@@ -95,7 +95,7 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """If all ranks raise the same error, let only rank 0 print it. Local."""
+        """Arrange that only rank 0 prints an uncaught error if all ranks raise the same error. Local."""
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
         if self.outlives:
@@ -115,7 +115,7 @@ class Session:
         failfast.agreed_exit(code)
 
     def withdraw(self) -> None:
-        """Stop the watchdog and finalise MPI, unless the job continues after rank failures. Collective."""
+        """Stop the watchdog. If the job does not survive rank failures, also finalise MPI. Collective."""
         if self.watchdog is not None:
             self.watchdog.stop()
         sys.stdout.flush()
@@ -139,10 +139,10 @@ JOINING_S: Final = 120  # limit for a spawned process to join; afterwards its pa
 def start(
     device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False, check_local_ranks: bool = True
 ) -> Session:
-    """Start MPI if a launcher announced a world, else a world of only this process. Collective.
+    """Start MPI if a launcher announced a world, else create a world of one rank. Return the session. Collective.
 
-    ``ranks_per_node``: size of simulated nodes, or None. ``checked``: compare all ranks' collective calls.
-    ``check_local_ranks``: compare the announced local ranks with MPI's nodes.
+    ``ranks_per_node``: ranks per simulated node, or None for the real nodes. ``checked``: compare the collective calls
+    of all ranks. ``check_local_ranks``: compare the launcher's local ranks with MPI's nodes.
     """
     refuse_worker()
     standard_streams.protect()
@@ -186,7 +186,7 @@ def start(
 
 
 def is_worker() -> bool:
-    """Return True in a process that a rank has forked or started by `multiprocessing`. Local."""
+    """Return True if a rank has forked this process or started it by `multiprocessing`. Local."""
     # Without a launcher, the result is always False.
     if _rank_pids:
         return os.getpid() not in _rank_pids
@@ -199,7 +199,7 @@ def is_worker() -> bool:
 
 
 def refuse_worker() -> None:
-    """Raise UsageError in a worker process of a rank, because only the rank takes part in MPI. Local."""
+    """Raise UsageError if this process is a worker that a rank started, because only ranks can use MPI. Local."""
     if is_worker():
         raise UsageError(
             f"process {os.getpid()} is a worker that a rank started (multiprocessing, DataLoader or fork), and has no "
@@ -208,7 +208,7 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """Install the error reports of `start` now, so that earlier errors get the same text and exit code. Local."""
+    """Install the error handler of `start` early: errors before `start` get the same text and exit code. Local."""
     # `launched`: do nothing in a process without a launcher.
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -216,7 +216,7 @@ def fail_alike(*, launched: bool = False) -> None:
 
 
 def start_joined() -> Session:
-    """Start MPI in a process that `spawn.spawn` started. Return this process's session. Collective."""
+    """Start MPI in a process that `spawn.spawn` started. Return a session. Collective over the old and new ranks."""
     # Import all modules before this call, because the existing ranks wait.
     failfast.answer_requests_for_stacks()
     signal.alarm(JOINING_S)  # its default action needs no Python code, which could not run during an MPI call
@@ -239,14 +239,14 @@ def start_joined() -> Session:
 
 
 def end_alone(error: Exception) -> NoReturn:
-    """Print ``error``, with which this spawned process could not join the job, and end it. The job continues. Local."""
+    """Print the ``error`` that kept this spawned process from joining the job, and exit. The job continues. Local."""
     sys.stderr.write(f"hpcdist: a process that was started to replace a rank could not join the job: {error!r}\n")
     sys.stderr.flush()
     os._exit(FAILURE)  # the end of Python would finalise MPI, and hang in it
 
 
 def outlives(comm: Communicator) -> bool:
-    """Return True if HPCDIST_SURVIVE is set: the job continues after rank failures. Local."""
+    """Return True if HPCDIST_SURVIVE requires the job to continue after rank failures. Local."""
     mode = os.environ.get(exit_file.SURVIVE, "")
     if mode and not comm.supports("ulfm"):
         raise MissingCapabilityError(
@@ -265,7 +265,7 @@ def library(mpi: Any) -> str:
 def _wants_checks(checked: bool) -> bool:
     value = os.environ.get(CHECK_COLLECTIVES, "0")
     if value not in ("0", "1"):
-        raise ConfigurationError(f"{CHECK_COLLECTIVES}={value!r}; expected 1 (compare the calls of all ranks) or 0")
+        raise ConfigurationError(f"{CHECK_COLLECTIVES}={value!r}; set it to 1 to compare the ranks' calls, or to 0")
     return checked or value == "1"
 
 
@@ -277,7 +277,7 @@ def start_alone() -> Session:
 
 
 def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
-    """Raise ConfigurationError if the launcher announced another world size than the ``size`` of MPI's world. Local."""
+    """Raise ConfigurationError unless the launcher announced ``size`` ranks, the size of MPI's world. Local."""
     if size != launch.size:
         raise ConfigurationError(
             f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "
@@ -297,7 +297,7 @@ def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> No
 
 
 def announce_pid(name: object) -> None:
-    """Write this rank's process id to the file "pid-``name``", for `hpcdist run`. Does nothing if ``name`` is None."""
+    """Write this rank's process id to the file "pid-``name``", for `hpcdist run`. If ``name`` is None, do nothing."""
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
         # `name` is unique in the job, such as the rank.
@@ -307,7 +307,7 @@ def announce_pid(name: object) -> None:
 
 
 def import_mpi() -> Any:
-    """Import mpi4py.MPI, which initialises MPI, if possible with THREAD_MULTIPLE. Return the module."""
+    """Import and return the module mpi4py.MPI. The import initialises MPI, with THREAD_MULTIPLE if possible."""
     # A job that survives rank failures requests THREAD_SERIALIZED: with THREAD_MULTIPLE, Open MPI 5 may deadlock when a
     # rank dies.
     environment.provide_home()

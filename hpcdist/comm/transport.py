@@ -42,7 +42,7 @@ attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its o
 
 
 def attribute(site: CallSite | None) -> None:
-    """Use ``site`` as the call site of this thread's later operations. None: use their actual call sites. Local."""
+    """Report ``site`` as the call site of this thread's next operations. None: report the real call sites. Local."""
     attributed.pop(get_ident(), None)
     if site is not None:
         attributed[get_ident()] = site
@@ -55,12 +55,12 @@ class EventSink:
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
 
-        ``comm``: communicator name. ``sent_bytes``: bytes that this rank sends. ``peer``: other rank, or -1.
+        ``comm``: communicator name. ``sent_bytes``: bytes that this rank sends. ``peer``: rank of the peer, or -1.
         """
         return 0
 
     def end(self, token: int) -> None:
-        """Record the end of the operation with the number ``token``, which `begin` returned."""
+        """Record the end of the operation for which `begin` returned ``token``."""
 
 
 NULL_SINK: Final = EventSink()
@@ -94,18 +94,18 @@ class SharedBlock(Protocol):
     is_shared: bool
 
     def progress(self) -> None:
-        """Let the MPI library progress messages. Call this while waiting for a value in the memory. Local."""
+        """Let the MPI library progress messages. Call this while waiting for a value in the shared memory. Local."""
         # A rank failure may go unnoticed here, so call `check_alive` from time to time as well.
 
     def check_alive(self, since: float) -> None:
-        """Let messages progress. Raises RankDiedError if a rank has died. ``since``: start time of the wait. Local."""
+        """Progress messages. Raises RankDiedError if a rank has died. ``since``: monotonic start of the wait. Local."""
 
     def close(self) -> None:
-        """Free the memory. Collective; local after `Communicator.revoke`."""
+        """Free the memory. Collective, but local after `Communicator.revoke`."""
 
 
 class PendingRequest:
-    """A request that records the end of its operation in the event sink."""
+    """Request that waits for ``transport`` and then records the end of the operation in the event sink."""
 
     def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], object] | None) -> None:
         self._events, self._token, self._transport, self._finish = events, token, transport, finish
@@ -133,7 +133,7 @@ PAIR_TAG: Final = LARGEST_TAG - 2  # messages of a large all-to-all
 
 
 def check_size(nbytes: int, source: int, tag: int, buffer: Array, receiver: str = "") -> None:
-    """Raise CommunicationError unless a received message of ``nbytes`` bytes fills ``buffer``. Local."""
+    """Raise CommunicationError unless ``buffer`` has exactly the ``nbytes`` bytes of a received message. Local."""
     if nbytes != buffer.nbytes:
         raise CommunicationError(
             f"{receiver}a message of {nbytes} bytes from rank {source} (tag {tag}) arrived for a buffer of "
@@ -142,13 +142,13 @@ def check_size(nbytes: int, source: int, tag: int, buffer: Array, receiver: str 
 
 
 def pieces(size: int, largest: int | None = None) -> list[Range]:
-    """Split ``size`` elements into a list of ranges of at most ``largest`` (None: `LARGEST_COUNT`) elements. Local."""
+    """Return ranges of at most ``largest`` (default: `LARGEST_COUNT`) elements that cover ``size`` elements. Local."""
     largest = largest or LARGEST_COUNT
     return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
 
 
 def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
-    """Intersect each of ``ranges`` with the range ``piece``. Return offsets from the start of ``piece``. Local."""
+    """Return the intersection of each of ``ranges`` with ``piece``, as offsets from the start of ``piece``. Local."""
     return [part.intersect(piece).shift(-piece.start) for part in ranges]
 
 
@@ -167,7 +167,7 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
     """Allocate one scratch array for copies of ``ranges`` of ``buffer``. Return (array, list of ranges of the copies).
 
-    A range above ``largest`` elements gets an empty range.
+    A range of more than ``largest`` elements is not copied. Its range in the returned list is empty.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

@@ -24,10 +24,10 @@ class Window(Protocol):
     memory: np.ndarray  # (bytes of this rank, maybe 0) uint8
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        """Start writing ``buffer``, unchanged until `flush`, to the memory of rank ``peer`` at offset ``at_bytes``."""
+        """Start to write ``buffer`` to rank ``peer`` at byte ``at_bytes``. Do not change ``buffer`` until `flush`."""
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        """Start reading memory of rank ``peer`` at offset ``at_bytes`` into ``buffer``, valid after `flush`."""
+        """Start to read from rank ``peer`` at byte ``at_bytes`` into ``buffer``, which is valid after `flush`."""
 
     def flush(self, peer: int) -> None:
         """Wait until all puts and gets of this rank with rank ``peer`` are complete on both ranks."""
@@ -40,7 +40,7 @@ class Window(Protocol):
 
 
 class ObservedWindow:
-    """Wrapper of the window ``transfers``. It checks the bounds of puts and gets, and records their bytes."""
+    """Wrapper of the window ``transfers`` that checks the bounds of puts and gets, and records them as events."""
 
     def __init__(self, transfers: Window, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
         self._transfers, self._name, self._sizes, self._events = transfers, name, sizes, events
@@ -122,7 +122,7 @@ class MpiTransfers:
 
 
 class DeferredWindow:
-    """Window for ranks that are threads. `put` and `get` copy nothing before `flush`, to detect a missing flush."""
+    """Window for ranks that are threads. Data are copied only in `flush`, so that tests detect a missing `flush`."""
 
     def __init__(self, views: list[np.ndarray], rank: int) -> None:
         self._views = views
@@ -149,7 +149,7 @@ class DeferredWindow:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
-    """Return a tested window of ``nbytes`` bytes on this rank. Raises MissingCapabilityError. Collective."""
+    """Allocate and test a window of ``nbytes`` bytes. Raises MissingCapabilityError if a test fails. Collective."""
     transfers, reason = None, ""
     try:
         transfers = MpiTransfers(mpi, comm, nbytes + PROBE_BYTES)

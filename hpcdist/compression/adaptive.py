@@ -48,9 +48,9 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as arrays of ``xp``.
+    """Return (bin edges, bin centres, edge indices of the initial levels) for histograms of magnitudes.
 
-    ``xp``: the module numpy or cupy.
+    ``xp``: the module numpy or cupy, which creates the arrays.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
@@ -67,7 +67,7 @@ _LAST: Final = np.uint32(BINS - 1)
 
 @jit
 def bin_of(magnitude: Any) -> Any:
-    """Return the index of the histogram bin of a ``magnitude`` in [0, 1], in a compiled kernel."""
+    """Return the index of the histogram bin of a ``magnitude`` in [0, 1]. For compiled kernels."""
     # The bits of positive floats are ordered as their values, so a bin is an exponent and the 5 upper fraction bits.
     word = np.uint32(bits_of(magnitude) >> SHIFT)
     above = np.uint32((word if word > BASE else BASE) - BASE)
@@ -82,7 +82,7 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(blocks: int, block: int) -> int:
-    """Return the stride at which to sample ``blocks`` blocks of ``block`` values, to count about SAMPLE values."""
+    """Return a stride s. Every s-th of ``blocks`` blocks, of ``block`` values each, gives about SAMPLE values."""
     return max(1, -(-blocks // max(1, SAMPLE // block)))
 
 
@@ -178,7 +178,7 @@ _HIGH: Final = np.int32(1 << BITS)
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(DenseCompressor):
-    """Compressor to 4-bit codes, with levels fitted to the values and one scale per ``block`` values."""
+    """Compressor to 4-bit codes. It fits the quantisation levels to the values, and scales each block of values."""
 
     block: int = 256
 

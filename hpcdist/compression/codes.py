@@ -76,7 +76,7 @@ def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
 def grouped(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]:
     """Return a list of pairs of 2-D views of (``codes``, ``packed``), with one group of codes per row.
 
-    The first pair holds all whole groups, the second pair holds the rest. ``bits``: bits per code.
+    The first pair holds all groups of `GROUP` codes, the second pair the remaining codes. ``bits``: bits per code.
     """
     whole = codes.size // GROUP * GROUP
     ends = packed_bytes(whole, bits)
@@ -86,7 +86,7 @@ def grouped(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]
 
 
 def rows_of(values: Array, width: int) -> list[Array]:
-    """Split ``values`` into 2-D views: the whole rows of ``width`` values, and one row with the rest."""
+    """Return a list of 2-D views of ``values``: all full rows of ``width`` values, and one row of the rest."""
     whole = values.size // width * width
     rows = [values[:whole].reshape(-1, width), values[None, whole:]]
     return [row for row in rows if row.size]
@@ -106,12 +106,12 @@ _STEP: Final = np.float32(2.0**-24)
 
 @jit
 def unit(word: Any) -> Any:
-    """Return a float32 in [0, 1) made from the random uint32 ``word``, in a compiled kernel."""
+    """Convert the random uint32 ``word`` to a float32 in [0, 1). For compiled kernels."""
     return np.float32(np.float32(np.int32(np.uint32(word >> _SHIFT))) * _STEP)
 
 
 def units_arrays(like: Array, key: tuple[int, ...]) -> Array:
-    """Return uniform random numbers in [0, 1), one per element of ``like``. ``key``: words of a `RandomKey`."""
+    """Return float32 uniform random numbers in [0, 1), as many as ``like`` has elements. ``key``: `RandomKey.words`."""
     xp = namespace(like)
     counters = -(-like.size // WORDS)
     drawn = philox_arrays((xp.arange(counters, dtype=np.uint64), *key[:3]), (key[3], key[4]))
@@ -133,7 +133,7 @@ _ONE: Final = np.float32(1.0)
 
 @jit
 def largest(values: Any) -> Any:
-    """Return the largest magnitude of the float32 ``values``, in a compiled kernel."""
+    """Return the largest magnitude in the float32 array ``values``. For compiled kernels."""
     # Integer maximum of the bits: a float maximum would not vectorise, because NaN forbids reordering.
     top = np.uint32(0)
     for i in range(values.size):
@@ -160,7 +160,7 @@ def folded(sums: Any) -> Any:
 
 @jit
 def norm(values: Any, squares: Any) -> Any:
-    """Return the 2-norm of ``values`` as float32, in a compiled kernel. ``squares``: float64 scratch buffer."""
+    """Return the 2-norm of ``values`` as float32. ``squares``: float64 scratch buffer. For compiled kernels."""
     for j in range(values.size):
         wide = np.float64(values[j])
         squares[j] = wide * wide
@@ -186,7 +186,7 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
     """Return the float32 scale of each row of ``rows``: its largest magnitude (MAXIMUM) or 2-norm (NORM).
 
-    ``kind``: MAXIMUM or NORM. ``width``: a power of two, at least the row length, to pad rows for NORM.
+    ``kind``: MAXIMUM or NORM. ``width``: row length after padding with zeros for NORM, which must be a power of two.
     """
     xp = namespace(rows)
     if kind == MAXIMUM:
@@ -208,14 +208,13 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two float32 factors per scale. Multiplying values by both maps [-scale, scale] to [-levels, levels].
+    """Return two float32 arrays with one factor per scale. The scale times both of its factors is ``levels``.
 
-    ``levels``: largest quantised value.
+    ``levels``: largest quantised value. For scale 0, both factors are 0.
     """
     # Callers multiply by one factor after the other, because the product could overflow.
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)
     reached = xp.where(scales == _ZERO, _ONE, scales * lift)
     inverse = xp.where(scales == _ZERO, _ZERO, np.float32(levels) / reached)
-    # Callers multiply by one factor after the other, because the product could overflow.
     return lift, inverse.astype(np.float32)

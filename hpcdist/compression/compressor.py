@@ -78,7 +78,7 @@ class Compressor(ABC):
         """Return the payload size in bytes for ``n`` values, or an upper bound if the size depends on the values."""
 
     def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress the float32 ``values`` of shape (n,) into ``payload``. ``key``: a new random stream per call."""
+        """Compress the float32 ``values`` of shape (n,) into ``payload``. ``key``: random stream, new for each call."""
         self.check(values, payload)
         if values.size:
             self._encode(values, payload, key)
@@ -90,7 +90,7 @@ class Compressor(ABC):
             self._decode(payload, out)
 
     def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times the decompressed ``payload`` to the float32 ``out``. Each value is rounded once."""
+        """Add ``factor`` times the decompressed ``payload`` to the float32 array ``out``."""
         self.check(out, payload)
         if out.size:
             self._add(payload, out, np.float32(factor))
@@ -105,11 +105,11 @@ class Compressor(ABC):
     def _add(self, payload: Array, out: Array, factor: np.float32) -> None: ...
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload that decodes to NaN, so that all ranks detect non-finite values."""
+        """Fill ``payload`` so that it decodes to NaN, which makes all ranks detect non-finite values."""
         payload[...] = 0xFF  # every scale and float becomes NaN
 
     def summable(self, payload: Array) -> Array:
-        """Return a view of ``payload`` as floats that an allreduce may sum. Raises UsageError for other payloads."""
+        """Return a view of ``payload`` as floats that an allreduce may sum. Raises UsageError without such a view."""
         raise UsageError(
             f"payloads of {self.name} cannot be summed without being decoded; use an exchange that gathers payloads "
             "and adds the decoded values, or a linear compressor (float16, bfloat16)"
@@ -187,7 +187,7 @@ class ErrorFeedback:
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
         """Compress ``gradient`` plus the residual of the range ``where`` into ``payload``, with ``compressor``.
 
-        The compression error becomes the new residual. ``key``: random stream.
+        The compression error becomes the new residual. ``key``: key of the random numbers.
         """
         compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)
@@ -196,13 +196,13 @@ class ErrorFeedback:
     def compensate(self, where: Range, gradient: Array) -> Array:
         """Add ``gradient`` to the residual of the range ``where``. Return the sum as a view of the residual.
 
-        The caller must subtract the values that it sends from this view.
+        The caller must subtract the sent values from this view.
         """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
             raise UsageError(
-                f"the residuals of the elements {where} overlap residuals already used in this step, {overlap}; end "
-                "the step with keep() or rollback()"
+                f"this step has already used the residuals of the elements {overlap}, which overlap {where}; end the "
+                "step with keep() or rollback()"
             )
         if where:
             self._open.append(where)
@@ -220,7 +220,7 @@ class ErrorFeedback:
         return residual
 
     def keep(self) -> None:
-        """End a step: the new residuals will be added to the next gradients."""
+        """End a step. The new residuals will be added to the next gradients."""
         self._open.clear()
 
     def rollback(self) -> None:

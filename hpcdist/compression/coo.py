@@ -20,11 +20,11 @@ MOST_ELEMENTS: Final = (1 << 31) - 1  # the largest count that int32 indices rea
 
 @functools.lru_cache(maxsize=1 << 12)
 def count_of(n: int, density: float) -> int:
-    """Return the number of values to send of ``n`` values: max(1, ceil(density n)), or 0 if ``n`` is 0."""
+    """Return the number of values to send out of ``n`` values: max(1, ceil(density n)), or 0 if ``n`` is 0."""
     # Raises UsageError if `n` is too large for int32 indices.
     if n > MOST_ELEMENTS:
         raise UsageError(
-            f"a tensor of {n} elements has more than {MOST_ELEMENTS} elements, too many for int32; encode pieces"
+            f"a tensor of {n} elements is too large: int32 indices reach {MOST_ELEMENTS} elements; encode it in pieces"
         )
     # In floats, 0.07 * 100 is above 7, so its ceiling would be 8.
     return min(n, max(1, math.ceil(Fraction(str(density)) * n)))
@@ -49,7 +49,7 @@ def values(payload: Array) -> Array:  # (k,) of float32
 
 
 def write(payload: Array, out: Array) -> None:
-    """Decode the sparse ``payload`` into the float32 array ``out``, whose other elements become 0."""
+    """Decode the sparse ``payload`` into the float32 array ``out``. Set the elements without a sent value to 0."""
     out[...] = 0
     if is_device(out):
         out[indices(payload)] = values(payload)
@@ -79,7 +79,7 @@ def clear(payload: Array, out: Array) -> None:
 def _refuse(wrong: int, n: int) -> None:
     if wrong:
         raise UsageError(
-            f"{wrong} indices of a sparse payload are not ascending or not below {n}: the payload is for another "
+            f"{wrong} indices of a sparse payload are negative or not below {n}: the payload is for another "
             "tensor, or was changed in transit; encode and decode with the same number of elements"
         )
 

@@ -33,7 +33,7 @@ def density_at(stage: int, final: float) -> float:
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
     """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``).
 
-    ``norm_squared``: square of the norm. ``limit`` 0 means no limit.
+    ``norm_squared``: square of the gradient norm. ``limit`` 0 means no limit.
     """
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
@@ -66,7 +66,7 @@ class DeepGradientCompression:
         self.velocity, self.unsent = held or [backend.zeros(n, np.dtype(np.float32), on) for _ in range(2)]
 
     def accumulate(self, gradient: Array, scale: float = 1.0) -> None:
-        """Add ``scale`` times the float32 ``gradient``, of shape (n,), to the velocity and the unsent values."""
+        """Update the velocity and the unsent values with ``scale`` times the float32 ``gradient`` of shape (n,)."""
         if gradient.dtype != np.float32 or gradient.shape != self.velocity.shape:
             raise UsageError(
                 f"got a {gradient.dtype} gradient of shape {gradient.shape}; pass a float32 gradient of shape "
@@ -78,10 +78,7 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the largest unsent values to ``payload``, and set them to 0.
-
-        The size of ``payload``, 8 bytes per value, determines the number of values.
-        """
+        """Move the k unsent values of largest magnitude to ``payload``. Its size of 8 k bytes determines k."""
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         # momentum factor masking
@@ -89,7 +86,7 @@ class DeepGradientCompression:
             coo.clear(payload, self.velocity)
 
     def release(self, out: Array) -> None:
-        """Write all unsent values to ``out``, of shape (n,), and set them to 0."""
+        """Copy all unsent values to ``out``, of shape (n,), and set the unsent values to 0."""
         out[...] = self.unsent
         self.unsent[...] = 0
 

@@ -46,10 +46,7 @@ class AdamMoments:
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
-    """Return a list with the byte range of each payload in one message, for payloads of ``sizes_bytes`` bytes.
-
-    Each range starts at an aligned offset.
-    """
+    """Return a list of aligned byte ranges in a message, one per payload, for payloads of ``sizes_bytes`` bytes."""
     starts = accumulate(sizes_bytes, lambda start, size: align(start + size), initial=0)
     return [Range(start, start + size) for start, size in zip(starts, sizes_bytes, strict=False)]
 
@@ -85,7 +82,7 @@ class OneBitAdam:
     def warm(self, gradient: Array) -> None:
         """Run a warm-up step: update both moments with the averaged ``gradient``.
 
-        Overwrite ``gradient`` with the optimizer step, without learning rate.
+        Then overwrite ``gradient`` with the optimizer step u of the update w -= rate u.
         """
         self._check(gradient, frozen=False)
         self.count += 1
@@ -123,7 +120,7 @@ class OneBitAdam:
         self.is_frozen = False
 
     def accumulate(self, gradient: Array) -> None:
-        """Begin a step: update the momentum with this rank's ``gradient`` of shape (n,)."""
+        """Begin a step after `freeze`: update the momentum with this rank's ``gradient`` of shape (n,)."""
         self._check(gradient, frozen=True)
         self.count += 1
         beta1 = np.float32(self.moments.beta1)
@@ -131,29 +128,29 @@ class OneBitAdam:
         run(gradient, self.m, self.v, self.worker_error, beta1, np.float32(1 - self.moments.beta1))
 
     def encode_worker(self, owner: int, payload: Array, key: RandomKey) -> None:
-        """Compress this rank's momentum in the elements that rank ``owner`` averages into the byte array ``payload``.
+        """Compress this rank's momentum of the chunk that rank ``owner`` averages. Write the result to ``payload``.
 
-        ``key``: random stream.
+        ``key``: key of the random numbers.
         """
         # The compression error stays in `worker_error`, and is added to the momentum of the next step.
         self._encode(self.worker_error[self.chunks[owner].slice], payload, key)
 
     def add_worker(self, payload: Array) -> None:
-        """Add ``payload``, a rank's `encode_worker` result, to the mean momentum of this rank's chunk."""
+        """Add ``payload``, which `encode_worker` wrote on any rank, to the mean momentum of this rank's chunk."""
         self.compressor.add(payload, self.server_error, 1 / self.ranks)
 
     def encode_server(self, payload: Array, key: RandomKey) -> None:
-        """Compress the mean momentum of this rank's chunk into ``payload``. ``key``: random stream."""
+        """Compress the mean momentum of this rank's chunk into ``payload``. ``key``: key of the random numbers."""
         # The compression error is kept for the next step.
         self.server_error *= self.v[self.own.slice] > 0
         self._encode(self.server_error, payload, key)
 
     def receive(self, owner: int, payload: Array) -> None:
-        """Decode the result ``payload`` of `encode_server` on rank ``owner`` into this rank's momentum."""
+        """Decode ``payload``, which `encode_server` wrote on rank ``owner``, into this rank's momentum."""
         self.compressor.decode(payload, self.m[self.chunks[owner].slice])
 
     def direction(self, out: Array) -> None:
-        """Write the optimizer step, without learning rate, to ``out``, of shape (n,), after all `receive` calls."""
+        """Write the step u of the update w -= rate u to ``out``, of shape (n,). Call this after all `receive` calls."""
         self._check(out, frozen=True)
         correction = np.float32(1 / (1 - self.moments.beta1**self.count))
         run = _direction_ufuncs if is_device(out) else _direction

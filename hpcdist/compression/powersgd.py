@@ -29,7 +29,7 @@ _DEPENDENT: Final = 1e-9  # a column's remainder below this share of its norm is
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of the matrix view of a tensor of ``shape`` with the smallest rows + columns."""
+    """Return (rows, columns) for the split of ``shape`` into first and last dims with the smallest rows + columns."""
     splits = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
     return min(splits, key=sum, default=(math.prod(shape), 1))
 
@@ -37,7 +37,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
     """Return the rank of PowerSGD's factors for a tensor of ``shape``, or 0 to send the tensor uncompressed.
 
-    ``rank``: requested rank. ``least_saving``: minimum ratio of the sizes of the tensor and its factors.
+    ``rank``: requested matrix rank. ``least_saving``: minimum ratio of the tensor's size to the size of both factors.
     """
     if rank < 1:
         raise UsageError(f"the rank of PowerSGD must be at least 1, got {rank}")
@@ -49,7 +49,7 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return a pair with the number of float32 elements in each of a step's two allreduces of a tensor.
+    """Return a pair: the numbers of float32 elements in the first and the second allreduce of a step for a tensor.
 
     ``shape``: shape of the tensor. ``rank``, ``least_saving``: as in `rank_of`.
     """
@@ -59,26 +59,25 @@ def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
-    """Return the bytes that a rank passes to the two allreduces of a step for tensors of ``shapes``.
+    """Return the bytes that a rank passes to both allreduces of a step in total, for tensors of ``shapes``.
 
     ``rank``, ``least_saving``: as in `rank_of`.
     """
-    # `rank` and `least_saving`: as for `rank_of`.
     # 4 r (a + b) bytes for an a x b matrix with factors of rank r
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
 
 
 class PowerSgd:
-    """State of PowerSGD for one matrix M, which includes the residual. Methods are local.
+    """State of PowerSGD for a matrix M, the sum of a gradient and its residual. Methods are local.
 
-    A step calls `project`, `orthogonalise` after the first allreduce, `project_back`, and `reconstruct` after the last.
+    Call in each step: `project`, allreduce of P, `orthogonalise`, `project_back`, allreduce of Q, `reconstruct`.
     """
 
     def __init__(self, shape: Sequence[int], rank: int, *, seed: int, tensor: int, on: str = "cpu") -> None:
         self.rows, self.columns = matrix_shape(shape)
         if not 1 <= rank <= min(self.rows, self.columns):
             raise UsageError(
-                f"PowerSGD: rank {rank} for a {self.rows} x {self.columns} matrix, expected 1 to "
+                f"PowerSGD: got rank {rank}, but the rank for a {self.rows} x {self.columns} matrix must be 1 to "
                 f"{min(self.rows, self.columns)}; pass the result of rank_of. If rank_of returns 0, send the tensor "
                 "uncompressed"
             )
@@ -88,7 +87,7 @@ class PowerSgd:
         self.query: Array = self._first.copy()  # the factor Q of the last step, (columns, rank)
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write the product M Q to ``p``: M is ``matrix``, Q is the factor of the previous step.
+        """Write the product M Q to ``p``. M is ``matrix``, and Q is the factor of the previous step.
 
         The caller then averages ``p`` over ranks.
         """
@@ -104,7 +103,7 @@ class PowerSgd:
         orthogonalise(self._p(p))
 
     def project_back(self, matrix: Array, p: Array, q: Array) -> None:
-        """Write the product M^T P of the transposed ``matrix`` and the orthonormal ``p`` to ``q``.
+        """Write the product M^T P to ``q``. M is ``matrix``, and P is the orthonormal ``p``.
 
         The caller then averages ``q`` over ranks.
         """
@@ -112,7 +111,7 @@ class PowerSgd:
             namespace(q).matmul(self._matrix(matrix).T, self._p(p), out=self._q(q))
 
     def reconstruct(self, p: Array, q: Array, out: Array) -> None:
-        """Write the decompressed matrix P Q^T to ``out``. Store the averaged ``q`` as factor for the next step."""
+        """Write the decompressed matrix P Q^T to ``out``. Store the averaged ``q`` as the factor for the next step."""
         self.query[...] = self._q(q)
         with np.errstate(all="ignore"):
             namespace(out).matmul(self._p(p), self.query.T, out=self._matrix(out))
@@ -140,7 +139,7 @@ class PowerSgd:
 
 
 def orthogonalise(columns: Array) -> None:  # (length, count)
-    """Make the float32 ``columns`` orthonormal, in place. A column that depends on earlier columns becomes 0."""
+    """Make the float32 ``columns`` orthonormal, in place. A column that earlier columns span becomes 0."""
     if is_device(columns):
         _orthogonalise_device(columns)
     else:

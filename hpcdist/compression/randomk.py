@@ -30,7 +30,7 @@ _OFFSET: Final = 0xFFFF_FFFF  # the counter of the offset; counters of the strat
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Compressor):
-    """Compressor that sends k = ``density`` n values at random indices."""
+    """Compressor that sends k = ceil(``density`` n) of n values, at random indices that all ranks share."""
 
     density: float
     scaled: bool = True  # multiply the values by n / k, for use without error feedback
@@ -70,7 +70,7 @@ class RandomK(Compressor):
             self.summable(payload)[...] = np.float32(np.nan)
 
     def summable(self, payload: Array) -> Array:
-        """Return a view of the k float32 values in ``payload``. All ranks send values of the same indices."""
+        """Return a view of the k float32 values in ``payload``. With the same key, all ranks send the same indices."""
         return payload[HEADER_BYTES:].view(np.float32)
 
 
@@ -82,7 +82,7 @@ def _name(payload: Array, key: RandomKey) -> None:
 
 
 def indices(payload: Array, n: int) -> Array:  # (k,) of int64
-    """Return the index of each value in ``payload``: distinct random numbers from 0 to n - 1."""
+    """Return the indices of the values in ``payload``: k distinct random numbers from 0 to n - 1."""
     k = (payload.size - HEADER_BYTES) // 4
     named = payload[:HEADER_BYTES].view(np.uint32)
     if is_device(payload):

@@ -35,7 +35,7 @@ _ONE: Final = np.uint32(1)
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(DenseCompressor):
-    """Compressor to signs, scaled by the mean magnitude (``scale`` "mean") or the root mean square ("norm")."""
+    """Compressor to signs with one scale per payload: the mean magnitude ("mean") or the root mean square ("norm")."""
 
     scale: str = MEAN
 

@@ -25,7 +25,7 @@ _MULTIPLIER: Final = 0x9E3779B1  # scatters the sample within its strides, again
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compressor):
-    """Compressor that sends the fraction ``density`` of the values with the largest magnitudes."""
+    """Compressor that sends the values of largest magnitude. ``density``: fraction of the values to send."""
 
     density: float
 

@@ -52,14 +52,14 @@ def levels_of(bits: int) -> int:
 
 
 class BlockCompressor(DenseCompressor):
-    """Base class of quantisers to codes of ``bits`` bits. Each block of ``width`` values has one scale."""
+    """Base class of quantisers that encode values as codes of ``bits`` bits, with one scale per ``width`` values."""
 
     bits: int
     scaling: ClassVar[int]  # MAXIMUM or NORM of a block
 
     @property
     def width(self) -> int:
-        """Number of values with a common scale."""
+        """Number of values in a block, which share one scale."""
         raise NotImplementedError
 
     def payload_bytes(self, n: int) -> int:
@@ -224,7 +224,7 @@ STOCHASTIC: Final = "stochastic"
 
 @dataclass(frozen=True, kw_only=True)
 class Blockwise(BlockCompressor):
-    """Compressor to integers of ``bits`` bits, with one scale (the largest magnitude) per ``block`` values."""
+    """Compressor to integers of ``bits`` bits. Each block of ``block`` values is scaled by its largest magnitude."""
 
     bits: int = 8
     block: int = 256
@@ -254,7 +254,7 @@ class Blockwise(BlockCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class Qsgd(BlockCompressor):
-    """Compressor to codes of ``bits`` bits, with one scale (the 2-norm) per ``bucket`` values."""
+    """Compressor to integers of ``bits`` bits. Each bucket of ``bucket`` values is scaled by its 2-norm."""
 
     bits: int = 4
     bucket: int = 512

@@ -15,7 +15,7 @@ __all__ = ["configure", "usage", "window"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: importing this package then loads no MPI."""
+    """Import the public ``name`` on first use, so that the import of this package does not load MPI."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("hpcdist.energy.phases"), name)

@@ -30,7 +30,7 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return pairs of arrays (earliest, latest) of possible times in ns at which an energy counter was updated.
+    """Return alternative bounds of a counter's update times in ns: a list of pairs of arrays (earliest, latest).
 
     ``seen_ns[i]``: time of the first reading after update i. ``before_ns[i]``: time of the preceding reading.
     ``update_s``: expected seconds between updates, or NaN.
@@ -96,7 +96,7 @@ TIMEOUT_NS: Final = 60_000_000_000  # limit of the wait for a rank or source tha
 
 @dataclass(frozen=True)
 class CounterSamples:
-    """New samples of one energy counter. `Attribution.add` ignores repeated samples."""
+    """New samples of one energy counter. `Attribution.add` ignores samples that it has seen before."""
 
     name: str
     kind: str
@@ -136,7 +136,7 @@ class _SourceSums:
 
 
 class Attribution:
-    """Estimate of the joules of each training phase on one node. ``sensor_of`` returns a counter's `PowerSensor`."""
+    """Estimate of the joules of each training phase on a node. ``sensor_of(name, kind)`` returns a counter's sensor."""
 
     def __init__(self, sensor_of: Callable[[str, str], PowerSensor]) -> None:
         self._sensor_of = sensor_of
@@ -144,7 +144,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, spans_by_rank: Sequence[np.ndarray], samples: Sequence[CounterSamples]) -> None:
-        """Add new samples of counters, and new spans of each rank: rows (phase index, begin in ns, end in ns)."""
+        """Add new ``samples``, and each rank's new spans as rows (phase index, begin in ns, end in ns)."""
         self._ranks += [RankPhases() for _ in range(len(spans_by_rank) - len(self._ranks))]
         for rank, spans in zip(self._ranks, spans_by_rank, strict=True):
             rank.add(spans)
@@ -178,7 +178,7 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return a list of dicts, one per energy counter: ``name``, ``kind``, ``activities`` from `phase_joules`."""
+        """Return a list with a dict per energy counter: ``name``, ``kind``, and ``activities`` from `phase_joules`."""
         if final:
             self._settle(True)
         return [
@@ -262,9 +262,9 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return {phase name: figures} of one energy counter from its least-squares ``sums``.
+    """Return {phase name: dict of results} for one energy counter from its least-squares ``sums``.
 
-    The figures are "joules", "error_j" (standard error), "seconds", and "reason", which explains unreliable joules.
+    The dict has "joules", "error_j" (standard error), "seconds", and "reason": why the joules are unreliable, or None.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):

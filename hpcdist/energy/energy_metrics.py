@@ -31,7 +31,7 @@ MIN_LOSSES: Final = 5  # in this average
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """Joules of one energy source over time, since one start of a run."""
+    """Joules of one energy source over time, in one start (execution) of a run."""
 
     node: int  # index
     kind: str
@@ -50,14 +50,14 @@ class SourceHistory:
 
 @dataclass(frozen=True)
 class StartHistory:
-    """Energy of all sources over time, since one start of a run."""
+    """Joules of all energy sources over time, in one start (execution) of a run."""
 
     session: int  # number of the start, from 0
     courses: tuple[SourceHistory, ...]  # history of each source
 
     @property
     def counted(self) -> tuple[SourceHistory, ...]:
-        """Energy sources to add up: the counters of whole nodes if every node has one, else all other sources."""
+        """Energy sources to add up: the counters of whole nodes if every node has such a counter, else all others."""
         nodes = {course.node for course in self.courses}
         if nodes and nodes == {course.node for course in self.courses if course.kind == NODE}:
             return tuple(course for course in self.courses if course.kind == NODE)
@@ -65,16 +65,16 @@ class StartHistory:
 
     @property
     def seconds(self) -> float:
-        """Measured seconds on the node with the longest measurement."""
+        """Duration in seconds of the longest measurement of an energy source."""
         return max((float(course.seconds[-1]) for course in self.courses if len(course.seconds)), default=0.0)
 
     @property
     def joules(self) -> float:
-        """Joules used in this start of the run, or NaN if samples or energy sources are missing."""
+        """Joules used in this start of the run, or NaN if samples are missing or no energy source was measured."""
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return an array: the joules used in the first ``seconds[i]`` seconds of this start, or NaN."""
+        """Return an array of the joules used in the first ``seconds[i]`` seconds of this start. NaN: unknown."""
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -84,7 +84,7 @@ class StartHistory:
 
 
 def read(path: Path) -> list[StartHistory]:
-    """Return the energy of each start of the run with the metrics file ``path``, or [] if there is no energy data."""
+    """Return a `StartHistory` per start of the run, from the metrics file ``path``. Without energy data, return []."""
     with files.open_read(path) as file, regular.damage(path, f"its {ENERGY_GROUP} is damaged, or of another program"):
         if ENERGY_SAMPLES not in file:
             return []
@@ -138,7 +138,7 @@ def _samples(file: Any) -> dict[_SourceKey, np.ndarray]:
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return an array: the joules that a run has used until ``seconds[i]`` seconds after its start ``session[i]``."""
+    """Return the joules that a run has used in total ``seconds[i]`` s after the begin of its start ``session[i]``."""
     joules = np.full(len(seconds), math.nan)
     earlier_j = 0.0  # of earlier starts
     for start in starts:
@@ -161,7 +161,7 @@ class CarbonIntensity:
 
 @dataclass(frozen=True)
 class Emissions:
-    """Emissions in grams of CO2 equivalents, with lower and upper limits. NaN: unknown, for the given ``reason``."""
+    """Emissions in grams of CO2 equivalents, with lower and upper limits. NaN: unknown because of ``reason``."""
 
     grams: float
     low: float
@@ -170,12 +170,12 @@ class Emissions:
 
 
 def kwh(energy_j: float, pue: float = 1.0) -> float:
-    """Return the kWh that the site uses for ``energy_j`` joules of the nodes. ``pue``: power usage effectiveness."""
+    """Return the kWh that a site uses while its nodes use ``energy_j`` joules. ``pue``: power usage effectiveness."""
     return energy_j / J_PER_KWH * pue
 
 
 def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissions:
-    """Return the emissions of ``energy_j`` joules of the nodes. ``pue``: power usage effectiveness of the site."""
+    """Return the emissions of a site while its nodes use ``energy_j`` joules. ``pue``: power usage effectiveness."""
     if math.isnan(energy_j) or math.isnan(intensity.g_per_kwh):
         reason = NO_ENERGY if math.isnan(energy_j) else NO_INTENSITY
         return Emissions(math.nan, math.nan, math.nan, reason)
@@ -188,10 +188,10 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return (mean, smallest, largest) carbon intensity in g/kWh over time intervals, weighted by ``joules``.
+    """Return (mean weighted by ``joules``, minimum, maximum) of the carbon intensity in g/kWh over time intervals.
 
     Interval i is from ``begins_s[i]`` to ``ends_s[i]``. The intensity is ``g_per_kwh[j]`` from ``edges_s[j]`` to
-    ``edges_s[j + 1]``. Returns NaN if an interval is outside.
+    ``edges_s[j + 1]``. All results are NaN if an interval is not within the edges.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
@@ -210,7 +210,7 @@ def over_time(
 
 @dataclass(frozen=True)
 class EnergyToTarget:
-    """Joules, seconds and steps until the loss reached a target. NaN: unknown, for the given ``reason``."""
+    """Joules, seconds and steps until the loss reached a target. NaN: unknown because of ``reason``."""
 
     joules: float
     seconds: float
@@ -219,7 +219,7 @@ class EnergyToTarget:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """Return the moving average of ``losses`` over the last 5 steps, or over 2 % of all steps if that is more."""
+    """Return the moving average of ``losses`` over 5 consecutive values, or over 2 % of all values if that is more."""
     width = max(MIN_LOSSES, round(SMOOTHED_SHARE * len(losses)))
     sums = np.append(0.0, np.cumsum(losses))
     last = np.arange(1, len(losses) + 1)
@@ -263,7 +263,7 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return a dict of metrics, such as "average_w", of ``energy_j`` joules used in ``seconds``. None: unknown."""
+    """Return a dict of metrics, such as "average_w", for ``energy_j`` joules used in ``seconds`` s. None: unknown."""
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)
     unknown = NO_ENERGY if math.isnan(energy_j) else None
@@ -288,7 +288,7 @@ def figures(
 
 
 def joules_per_item(joules: float, items: float) -> float | None:
-    """Return ``joules`` / ``items`` (steps, samples or tokens), or None if the quotient is unknown."""
+    """Return ``joules`` / ``items``, such as the joules per token, or None if the quotient is unknown."""
     return json_number(joules / items) if items and items > 0 else None
 
 

@@ -21,7 +21,7 @@ ROUNDING: Final = 0.5  # W or MHz: RAPL rounds to eighths of a watt, NVML to who
 
 @dataclass(frozen=True)
 class LimitRange:
-    """Limits that a device allows, in W or MHz. None: unknown."""
+    """Range of the limits to which a device can be set, in W or MHz. None: unknown."""
 
     least: float | None = None
     most: float | None = None
@@ -30,7 +30,7 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """Protocol of a power limit or clock limit of a device. Drivers count in units of their own, such as mW."""
+    """Protocol of a power limit or clock limit of a device. Each driver has a unit for the limit, such as mW."""
 
     kind: str
     device: str
@@ -40,7 +40,7 @@ class DeviceLimit(Protocol):
     per_unit: int  # driver units per ``unit``
 
     def allowed(self) -> LimitRange:
-        """Return the range of limits that the device accepts. Raises MissingCapabilityError if it has no such limit."""
+        """Return the range of allowed values. Raises MissingCapabilityError if the device does not have this limit."""
 
     def now(self) -> int | None:
         """Return the current limit in the driver's unit, or None if unknown. Raises MissingCapabilityError."""
@@ -49,26 +49,26 @@ class DeviceLimit(Protocol):
         """Return the limit that the device enforces, in W or MHz, or None if it is unreadable."""
 
     def put(self, value: int | None) -> None:
-        """Set the limit in the driver's unit, or remove it if ``value`` is None. Raises MissingCapabilityError."""
+        """Set the limit to ``value`` in the driver's unit; None removes the limit. Raises MissingCapabilityError."""
 
     def cure(self, value: int | None) -> str:
-        """Return the shell command with which a user can set this limit to ``value``."""
+        """Return a shell command by which the user can set this limit to ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
-    """Raise ConfigurationError if the device does not allow ``value``, in W or MHz, for its limit ``knob``."""
+    """Raise ConfigurationError unless the limit ``knob`` of a device may be set to ``value``, in W or MHz."""
     allowed = knob.allowed()
     if allowed.values and value not in allowed.values:
         nearest = min(allowed.values, key=lambda choice: abs(choice - value))
         raise ConfigurationError(
-            f"{value:g} {knob.unit} for {knob.name}: expected one of the {len(allowed.values)} values from "
+            f"{value:g} {knob.unit} is invalid for {knob.name}: expected one of the {len(allowed.values)} values from "
             f"{allowed.least:g} to {allowed.most:g} {knob.unit} that the device supports; set the nearest value, "
             f"{nearest:g} {knob.unit}"
         )
     least, most = allowed.least or 0.0, allowed.most
     if not (value > 0 and value >= least and (most is None or value <= most)):
         limits = range_text(allowed, knob.unit)
-        raise ConfigurationError(f"{value:g} {knob.unit} for {knob.name}: expected {limits}, the range of the device")
+        raise ConfigurationError(f"{value:g} {knob.unit} is invalid for {knob.name}: expected {limits}")
 
 
 def range_text(allowed: LimitRange, unit: str) -> str:
@@ -128,7 +128,7 @@ class _GpuLimit:
 
 
 class GpuPowerLimit(_GpuLimit):
-    """Power limit of a GPU (nvmlDeviceSetPowerManagementLimit): an average that its firmware enforces."""
+    """Limit of the mean power of a GPU, which the GPU's firmware enforces (nvmlDeviceSetPowerManagementLimit)."""
 
     kind, unit, per_unit, what = GPU_POWER, "W", 1000, "power limit"
 
@@ -163,7 +163,7 @@ class GpuClockLimit(_GpuLimit):
     kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
 
     def allowed(self) -> LimitRange:
-        """Return the range of the GPU's graphics clocks in MHz, with the clocks that the driver lists, if any."""
+        """Return the range of the GPU's graphics clocks in MHz, and all allowed clocks if the driver lists them."""
         unlisted = (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound, ValueError, IndexError)
         with self._explained(), suppress(*unlisted):
             memory = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
@@ -177,7 +177,7 @@ class GpuClockLimit(_GpuLimit):
             return LimitRange()
 
     def now(self) -> int | None:
-        """Return None: the driver does not report a locked clock."""
+        """Return None, because the driver does not report locked clocks."""
         return None
 
     def in_force(self) -> float | None:
@@ -201,7 +201,7 @@ GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
 
 
 def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list[DeviceLimit]:
-    """Return the limits of the GPUs ``uuids``. ``kind``: `GPU_POWER` or `GPU_CLOCK`. Raises MissingCapabilityError."""
+    """Return the limits of ``kind`` (`GPU_POWER` or `GPU_CLOCK`) of GPUs ``uuids``. Raises MissingCapabilityError."""
     partitioned = {gpu.uuid for gpu in driver.gpus() if gpu.partitioned}
     for uuid in uuids:
         if uuid in partitioned:
@@ -217,7 +217,7 @@ LONG_TERM: Final = "long_term"
 
 
 class CpuPowerLimit:
-    """Long-term power limit of a processor package: a limit of the mean power over ``window_s`` seconds."""
+    """Long-term power limit of a processor package, which limits the mean power over ``window_s`` seconds."""
 
     kind, unit, per_unit = CPU_POWER, "W", 1_000_000
 
@@ -285,7 +285,7 @@ class CpuPowerLimit:
 
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
-    """Return the power limits of all processors in the RAPL directory ``root``. Raises MissingCapabilityError."""
+    """Return the power limits of all processor packages in the RAPL folder ``root``. Raises MissingCapabilityError."""
     zones = sorted(path.name for path in root.glob(sysfs.ZONES) if path.name.count(":") == 1)
     limits = [CpuPowerLimit(root, zone) for zone in zones]
     limits = [limit for limit in limits if "(package" in limit.name]

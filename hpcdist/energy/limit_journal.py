@@ -28,7 +28,7 @@ RESTORE_COMMAND: Final = "python -m benchmarks power --restore"
 
 @dataclass(frozen=True)
 class ChangedLimit:
-    """Limit of a device that a process has changed. Values are in the unit of the device's driver."""
+    """A device limit that a process has changed. Values are in the unit of the device's driver."""
 
     kind: str
     device: str
@@ -38,13 +38,13 @@ class ChangedLimit:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Kind and device of the limit. Only one process at a time may change the limit."""
+        """Pair (kind, device) that identifies the limit. Only one process at a time may change a limit."""
         return self.kind, self.device
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """File that lists the limits that a process has changed, so that they can be restored if it is killed."""
+    """File that lists the limits that a process has changed, to restore them if the process is killed."""
 
     path: Path
     host: str
@@ -66,7 +66,7 @@ class JournalRecord:
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of this user's journal, which may not exist. Raises StorageError without a HOME."""
+    """Return the directory of this user's journal, which may not exist. Raises StorageError without a home folder."""
     base = environment.get("XDG_STATE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "hpcdist" / "limits"
@@ -100,7 +100,7 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = None) -> Path:
-    """Write ``changes`` to the journal record ``path`` (None: a new file), and return its path. Raises StorageError."""
+    """Write ``changes`` to the journal record ``path``, or to a new file. Return the path. Raises StorageError."""
     pid = os.getpid()
     path = path or folder / f"{socket.gethostname()}-{pid}-{os.urandom(4).hex()}.json"
     content = {
@@ -123,7 +123,7 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
 
 
 def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
-    """Return (journal records in ``folder``, oldest first; error texts about unreadable records), two lists."""
+    """Return two lists: the journal records in ``folder``, oldest first, and error texts about unreadable records."""
     readable, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:

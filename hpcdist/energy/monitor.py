@@ -47,7 +47,7 @@ class WatchInterval:
 
 
 class EnergyWatch:
-    """Energy measurement of this machine until `finish`, with samples written to ``output``. Raises HpcdistError."""
+    """Measurement of this machine's energy until `finish`. It writes samples to ``output``. Raises HpcdistError."""
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
         self.sources = open_node_sources(config, [_claim_visible()], computing=False)
@@ -68,12 +68,12 @@ class EnergyWatch:
         self._windows.enter(WINDOW, *_read_edge(self.sampler, self._windows))
 
     def missing(self) -> dict[str, str]:
-        """Return {kind of energy: reason why it is not measured}."""
+        """Return a dict from each kind of energy that is not measured, such as "cpu", to the reason."""
         kinds = {counter.kind for counter in self.sources.counters}
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return a `WatchInterval` since the last call, and append new samples to the output file."""
+        """Return the `WatchInterval` from the last call to now, and append its samples to the output file."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
@@ -98,7 +98,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """Stop measuring. Return the energy report as a dict, as in `report.merge`, and its duration in ``seconds``."""
+        """Stop measuring. Return the dict of `report.merge`, with the duration of the measurement as ``seconds``."""
         self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
@@ -172,7 +172,7 @@ def _next_session(output: Path) -> int:
 
 
 class EnergyMonitor:
-    """Energy monitor of a job. The first rank of each node reads its sensors. Collective construction."""
+    """Energy monitor of a job. The first rank of each node reads the node's sensors. Construction is collective."""
 
     def __init__(
         self,
@@ -235,14 +235,14 @@ class EnergyMonitor:
             self._sources.close()
 
     def close(self) -> None:
-        """Free the communicator of the nodes' first ranks, after the last `collect`. Collective."""
+        """Free the communicator of the first ranks of the nodes. Do not call `collect` afterwards. Collective."""
         if self._leaders is not None:
             self._leaders.free()
             self._leaders = None
 
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
-        """Attribute this node's energy in the ``with`` block to ``phase``. Enter it on every rank. Local."""
+        """Attribute this node's energy in the ``with`` block to ``phase``. Every rank must enter the block. Local."""
         if not self._leads:
             self._synchronise()
             yield
@@ -259,7 +259,7 @@ class EnergyMonitor:
         return _read_edge(self.sampler, self._windows)
 
     def report(self) -> dict[str, Any]:
-        """Return the job's energy as a dict of `report.merge`, including earlier starts of the run. Collective."""
+        """Return the job's energy report, a dict as in `report.merge`, including earlier starts. Collective."""
         self._wait_for_ranks("EnergyMonitor.report")
         node_share = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
         contributions = self._comm.allgather_object(node_share if self._leads else None)
@@ -268,17 +268,17 @@ class EnergyMonitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the job's energy for a checkpoint, including earlier starts and open windows. Collective."""
+        """Return the job's energy as a JSON dict for a checkpoint, with earlier starts and open windows. Collective."""
         if self._leads and not self._stopped:
             self._windows.edge(*self._look())
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Add ``state``, a result of `state` before a restart, to later reports. Equal on all ranks. Local."""
+        """Add the energy ``state`` from before a restart to later reports. ``state``: equal on all ranks. Local."""
         self._earlier = state
 
     def collect(self) -> list[NodeRows]:
-        """Return new energy data, one `NodeRows` per node, on first ranks of nodes, else []. Collective over them."""
+        """On the first ranks of the nodes, return new energy data, one `NodeRows` per node; else []. Collective."""
         if not self._watches or self._leaders is None:
             return []
         drained = self.sampler.drain()

@@ -21,7 +21,7 @@ from hpcdist.hdf5.datasets import Column, MetricsTable
 
 @dataclass
 class PhaseWindow:
-    """Time interval whose energy is attributed to a phase."""
+    """Time interval of a phase, and the energy that is attributed to the phase in this interval."""
 
     phase: str
     begin_ns: int
@@ -31,7 +31,7 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """Energy and time of the phase windows of one rank. Windows may be nested."""
+    """Energy and time of the phase windows (`PhaseWindow`) on one rank. Windows may be nested."""
 
     def __init__(self, num_sources: int) -> None:
         self.total_mj = [0.0] * num_sources  # of all windows together, by energy source
@@ -62,7 +62,7 @@ class PhaseWindows:
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Add the time and energy from the previous reading to this one, ``values``, to the innermost window."""
+        """Add the time and energy since the previous reading to the innermost window. ``values``: as in `enter`."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -92,11 +92,11 @@ class PhaseWindows:
         self._last[source], self._inside[source], self._outside[source] = value, False, False
 
     def totals(self) -> list[float]:
-        """Return a list of the mJ of each energy source in all windows together. NaN: unknown."""
+        """Return a list with the mJ of each energy source, summed over all windows. NaN: unknown."""
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:
-        """Return {phase: dict of its seconds, number of windows, shortest window in s, and mJ of each source}."""
+        """Return a dict per phase: "seconds", "windows" (number), "shortest_s" (shortest window), "mj" by source."""
         phases = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
         for window in self._open:
             self._sum(phases, window)
@@ -191,7 +191,7 @@ class NodeRows:
 
 
 def append_rows(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
-    """Append the data of ``nodes`` to the open metrics file. ``session``: number of this start of the run. Local."""
+    """Append the data of ``nodes`` to the open metrics file, as start number ``session`` of the run. Local."""
     has_sources = any(node.sources for node in nodes)
     for name, table in TABLES.items():
         if has_sources or name in _OF_NODES:
@@ -243,7 +243,7 @@ class MeanPower:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, num_sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts of each source since the last call. ``drained``: new samples. NaN: unknown."""
+        """Return the mean watts of each source since the last call. ``drained``: samples since then. NaN: unknown."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(num_sources):
@@ -275,7 +275,7 @@ class LiveFigures:
                 self._bytes[row.node] = {name: float(last[column]) for name, column in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return {kind, such as "gpu": watts of all nodes}. NaN: a node lacks a measurement of this kind."""
+        """Return a dict from kind, such as "gpu", to the watts of all nodes. NaN: a node lacks this measurement."""
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
         # Watts of whole nodes are a total only if all nodes have them.
         if not all(NODE in row.watts for row in self._rows):
@@ -288,7 +288,7 @@ class LiveFigures:
         }
 
     def utilisation(self) -> dict[str, float]:
-        """Return {resource in `SHARES`: utilisation from 0 to 1}, averaged over time and nodes, if known."""
+        """Return {resource in `SHARES`: mean over time and nodes, from 0 to 1}, without unknown resources."""
         shares = [row.drained.shares[:, : len(SHARES)] for row in self._rows if len(row.drained.looks)]
         if not shares:
             return {}

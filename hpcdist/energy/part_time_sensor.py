@@ -18,7 +18,7 @@ TOLERANCE: Final = 1e-12
 
 @dataclass(frozen=True)
 class NnlsSolution:
-    """Solution of non-negative least squares, with a covariance that ignores the bound on the values."""
+    """Solution of a non-negative least squares problem. The covariance ignores the bound values >= 0."""
 
     values: np.ndarray
     covariance: np.ndarray
@@ -29,7 +29,7 @@ def solve(
 ) -> NnlsSolution:
     """Return the x >= 0 that minimises |A x - y|^2 + x^T P x, and the covariance of x. Local.
 
-    ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: rank of A. ``penalty``: P.
+    ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: number of rows of A. ``penalty``: P, or None for 0.
     """
     penalised = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
@@ -113,7 +113,7 @@ class PowerSensor:
 
 
 def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
-    """Return the `PowerSensor` of a GPU model. ``field_name``: "average", or "" for instantaneous power and energy."""
+    """Return the `PowerSensor` of a GPU model. ``field_name``: "average" for mean power, "" for instantaneous power."""
     if field_name == "average" and _AVERAGED.search(gpu_name):
         return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
     for pattern, update_s, window_s, source in _KNOWN:
@@ -131,7 +131,7 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to delay the next step. Call once per step, with the monotonic time. Local."""
+        """Return the seconds by which to delay the next step. Call once per step. ``now_ns``: monotonic time. Local."""
         # The delays distribute the start times of steps evenly over the sensor's period.
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)

@@ -22,7 +22,7 @@ assert len(PHASES) - 1 == STEP
 
 
 def flatten_spans(spans: np.ndarray) -> np.ndarray:
-    """Return disjoint, sorted ``spans``: rows (phase, begin, end) in ns. Later rows overwrite earlier rows."""
+    """Return ``spans`` as disjoint, sorted rows (phase, begin, end) in ns. In an overlap, the later begin wins."""
     spans = spans[np.argsort(spans[:, 1], kind="stable")]
     spans = spans[spans[:, 2] > spans[:, 1]]
     if np.all(spans[1:, 1] >= spans[:-1, 2]):
@@ -37,7 +37,7 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
 
 
 class RankPhases:
-    """Disjoint time spans of one rank, each in a phase, complete from ``since_ns`` to ``until_ns``."""
+    """Disjoint time spans of one rank, each with a phase. From ``since_ns`` to ``until_ns``, no span is missing."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)
@@ -65,7 +65,7 @@ class RankPhases:
             self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the seconds in each phase until ``moments_ns``, from an arbitrary origin: array (times, phases)."""
+        """Return an array (times, phases) of the seconds in each phase from a fixed origin until ``moments_ns``."""
         seconds = np.zeros((len(moments_ns), STEP))
         for code, begins, ends, sums in self._by_code:
             # Spans begun before the moment in full, minus the part of the last span after the moment.
@@ -76,7 +76,7 @@ class RankPhases:
 
 
 class PhaseGrid:
-    """Table of the seconds of each rank in each phase, at fine time steps from ``begin_ns`` to ``end_ns``."""
+    """Table of the seconds that each rank has spent in each phase at many times from ``begin_ns`` to ``end_ns``."""
 
     def __init__(self, ranks: Sequence[RankPhases], begin_ns: int, end_ns: int) -> None:
         self._pitch_ns = max(GRID_NS, (end_ns - begin_ns) // MAX_GRID_POINTS)
@@ -85,7 +85,7 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean seconds in each phase over the ranks with indices ``ranks`` (None: all ranks)."""
+        """Return the mean seconds in each phase. ``ranks``: indices of the ranks, or None for all ranks."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 
@@ -103,7 +103,7 @@ class PhaseShares:
         return np.asarray(low + (rest / self._pitch_ns)[..., None] * (self._table[at + 1] - low))
 
     def between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the seconds in each of `PHASE_NAMES` (last axis) from times ``begins`` to times ``ends``, in ns."""
+        """Return the seconds in each of `PHASE_NAMES` (last axis) between the times ``begins`` and ``ends`` in ns."""
         seconds = np.empty((*begins.shape, len(PHASE_NAMES)))
         seconds[..., :STEP] = self._before(ends) - self._before(begins)
         seconds[..., STEP] = np.maximum((ends - begins) / 1e9 - seconds[..., :STEP].sum(axis=-1), 0.0)
@@ -125,10 +125,10 @@ def job_activities(
     reason: str | None,
     earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the energy of each activity of a job: {"joules": {activity: value}, "error_j": ..., "seconds": ...}.
+    """Return the energy of a job by activity: {"joules": {activity: value}, "error_j": ..., "seconds": ..., ...}.
 
     ``rows``: `Attribution.rows` of all nodes. ``kinds``: kinds of energy sources to include. ``training_j``: joules
-    since the last start, or NaN for the given ``reason``. ``earlier``: `activities_state` before it, or None.
+    since the last start, or NaN because of ``reason``. ``earlier``: `activities_state` of earlier starts, or None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     total_j = math.fsum(phase["joules"] for phase in activities.values())
@@ -164,7 +164,7 @@ _ZERO: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0
 
 
 def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of `job_activities` as JSON values for a checkpoint. Unknown values are None."""
+    """Return ``totals``, a result of `job_activities`, as a JSON dict for a checkpoint. Unknown values are None."""
     return {
         name: {
             "joules": None if math.isnan(joules) else joules,
@@ -198,7 +198,7 @@ class EnergyRecord(msgspec.Struct):
 
 
 def restored(decoded: Any) -> dict[str, Any]:
-    """Return the `EnergyRecord` decoded from a checkpoint's JSON. Raises ValueError if it is invalid."""
+    """Check the `EnergyRecord` that was decoded from a checkpoint, and return it as a dict. Raises ValueError."""
     record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(decoded, EnergyRecord))
     return record | {"activities": record["activities"] or {}}
 

@@ -28,7 +28,7 @@ FATAL_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 
 class EndedBySignal(BaseException):
-    """Exception raised instead of a fatal signal, so that device limits are restored before the process ends."""
+    """Exception that a fatal signal raises, so that device limits are restored before the process ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -67,7 +67,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
-    """Raise `EndedBySignal` in the ``with`` block on a fatal signal. Then call ``last`` and end this process."""
+    """Context manager that raises `EndedBySignal` on a fatal signal. It then calls ``last`` and ends this process."""
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
     try:
@@ -149,9 +149,9 @@ class TemporaryLimits:
 
 @contextmanager
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
-    """Change device limits in the ``with`` block. Yield the limits in force in W or MHz, None if unknown. Local.
+    """Context manager that changes device limits. Yields the limits in force in W or MHz (None: unknown). Local.
 
-    ``requested``: pairs (limit, new value, or None to keep it). ``folder``: journal directory. Raises
+    ``requested``: pairs (limit, new value or None to keep the present value). ``folder``: journal directory. Raises
     ConfigurationError, StorageError, and MissingCapabilityError if a limit cannot be changed.
     """
     change = TemporaryLimits(requested, limit_journal.directory() if folder is None else folder)
@@ -172,7 +172,7 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
 
 
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
-    """Raise MissingCapabilityError if this process may not change a limit. ``folder``: journal directory. Local."""
+    """Raise MissingCapabilityError if this process may not change all ``knobs``. ``folder``: journal's directory."""
     with limited([(knob, None) for knob in knobs], folder):
         pass
 
@@ -187,7 +187,7 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError if, according to ``records``, another process changed a limit of ``changes``."""
+    """Raise MissingCapabilityError if ``records`` show that another process has changed a limit in ``changes``."""
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]
@@ -206,7 +206,7 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
 
 
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
-    """Restore limits changed by killed processes, and report each by ``say``. Return False if one failed. Local."""
+    """Restore limits that killed processes changed. ``say``: prints a line. Return True if all were restored. Local."""
     if not folder.is_dir():
         say("no changed limits were left")
         return True

@@ -54,7 +54,7 @@ class NodeContribution:
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the energy report of a job as a dict. ``earlier``: `state` before the last restart of the run, or None."""
+    """Return the energy report of a job as a dict. ``earlier``: result of `state` before the last restart, or None."""
     kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
     by_kind, reasons = {}, list(troubles)
@@ -84,7 +84,7 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
 
 
 def counted(nodes: Sequence[NodeContribution]) -> list[str]:
-    """Return the sorted kinds of energy sources, such as "gpu", whose joules make up the job's total."""
+    """Return a sorted list of the kinds of energy sources, such as "gpu", whose joules add up to the job's total."""
     if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
         return [NODE]
     kinds = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}
@@ -107,7 +107,7 @@ class PhaseState(msgspec.Struct):
 
 
 class EnergyState(msgspec.Struct):
-    """Energy that a run used before its last start, as saved in a checkpoint."""
+    """Energy that a run has used so far, over all of its starts, as saved in a checkpoint."""
 
     by_kind: dict[str, Amount | None]
     phases: dict[str, PhaseState]
@@ -116,7 +116,7 @@ class EnergyState(msgspec.Struct):
 
 
 def state(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``report``, a result of `merge`, as JSON values (`EnergyState`) for a checkpoint. Unknown values: None."""
+    """Return the `EnergyState` of ``report``, a result of `merge`, as a JSON dict for a checkpoint. None: unknown."""
     phases = {
         name: {"joules": json_number(phase["joules"]), "seconds": phase["seconds"], "windows": phase["windows"]}
         for name, phase in report["phases"].items()

@@ -25,7 +25,7 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """Samples of an `EnergySampler`. Times are in ns of the monotonic clock."""
+    """Samples that `EnergySampler.drain` returned. Times are in ns of the monotonic clock."""
 
     samples: np.ndarray  # int64 (n, 3): time, index of the counter in the sampler's list, energy in mJ
     powers: np.ndarray  # int64 (n, 3): time, index of the counter, power in mW
@@ -36,7 +36,7 @@ class DrainedSamples:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Energy samples of one source."""
+    """Energy samples of one source since the previous call of `EnergySampler.intervals`."""
 
     name: str
     kind: str
@@ -91,7 +91,7 @@ class EnergySampler:
             self._thread.start()
 
     def stop(self) -> bool:
-        """End the thread. Return False if it hangs in a driver; then the caller must not close the sensors."""
+        """End the thread. Return False if the thread hangs in a driver; the caller must then not close the sensors."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(HANG_TIMEOUT_S)
@@ -99,19 +99,19 @@ class EnergySampler:
         return not self._thread.is_alive()
 
     def overhead(self) -> tuple[float, float]:
-        """Return the processor seconds spent on reading the sources, and the seconds since `start`."""
+        """Return (processor seconds spent on reading the sources, seconds from `start` until `stop` or now)."""
         until_ns = self._ended_ns or time.monotonic_ns()
         return self._thread_s + self._edges_s, (until_ns - self._began_ns) / 1e9 if self._began_ns else 0.0
 
     def read(self) -> tuple[int, list[int | None]]:
-        """Read all sources. Return the time in ns, and the energy of each source in mJ, or None if unreadable."""
+        """Read all sources. Return (time in ns, list of the energy of each source in mJ, or None if unreadable)."""
         now_ns = time.monotonic_ns()
         values = [self._read_stubborn(source) for source in range(len(self.tracks))]
         self._edges_s += (time.monotonic_ns() - now_ns) / 1e9
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return a list of the indices of the counters that missed some energy since the last call."""
+        """Return a list of the indices of the counters whose energy has a gap since the last call."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now
@@ -211,7 +211,7 @@ class EnergySampler:
         return now_ns - began_ns < GIVE_UP_NS and not all(track.pace.settled(now_ns) for track in self.tracks)
 
     def drain(self) -> DrainedSamples:
-        """Return the samples since the previous `drain`."""
+        """Return all samples since the previous call of `drain`."""
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []
@@ -229,7 +229,7 @@ class EnergySampler:
         )
 
     def intervals(self) -> list[SourceSamples]:
-        """Return new samples of each source, after the previous call's last sample. Call it before `drain`."""
+        """Return the samples of each source, from the last sample of the previous call on. Call before `drain`."""
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps
             self._recent = list({row[1]: row for row in rows}.values())

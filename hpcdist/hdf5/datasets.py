@@ -50,7 +50,7 @@ def create(
     width: int = 0,  # its length
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create the table ``name`` with the columns ``described``, the first of which is the scale of the rows."""
+    """Create the table ``name`` with the columns ``described``. The first column is the dimension scale of the rows."""
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
     for column in described:
@@ -102,14 +102,14 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
-    """Truncate all columns of the table ``name`` to ``rows`` rows, or to the length of the shortest column."""
+    """Truncate all columns of the table ``name`` to ``rows`` rows, or to fewer rows if a column is shorter."""
     datasets = columns(file, name).values()
     for dataset in datasets:
         dataset.resize(min(rows, *(column.shape[0] for column in datasets)), axis=0)
 
 
 def read(file: h5py.File, name: str, max_rows: int | None = None) -> dict[str, np.ndarray]:
-    """Return {column name: first ``max_rows`` rows (None: all)} of the table ``name``."""
+    """Return {column name: array} of the table ``name``, with the first ``max_rows`` rows or, if None, all rows."""
     datasets = columns(file, name)
     lengths = [dataset.shape[0] for dataset in datasets.values()]
     length = min(lengths if max_rows is None else [max_rows, *lengths])
@@ -117,7 +117,7 @@ def read(file: h5py.File, name: str, max_rows: int | None = None) -> dict[str, n
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return {column name: dataset} of the table ``name``. Raises ValueError if a dataset exceeds the file."""
+    """Return {column name: dataset} of the table ``name``. Raises ValueError if a dataset is too large for the file."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
@@ -158,20 +158,20 @@ class MetricsTable:
         extend(file, self.name, {name: row if row.ndim else np.full(count, row) for name, row in rows.items()})
 
     def drop_from(self, file: h5py.File, first: float) -> None:
-        """Delete the last rows of the table: all rows from the first one whose first column is at least ``first``."""
+        """Delete all rows from the first row whose first column is at least ``first`` to the end of the table."""
         values = columns(file, self.name)[self.columns[0].name][...]
         later = np.flatnonzero(values >= first)
         shorten(file, self.name, int(later[0]) if later.size else len(values))
 
     def read(self, file: h5py.File, max_rows: int | None = None) -> dict[str, np.ndarray]:
-        """Return {column name: first ``max_rows`` rows (None: all)}, or {} if ``file`` lacks the table. Local."""
+        """Return {column name: array of the first ``max_rows`` rows (None: all)}, or {} if the table does not exist."""
         return read(file, self.name, max_rows) if self.name in file else {}
 
 
 def spread_blocks(rows: int, chunk: int, limit: int) -> list[tuple[int, int]]:
     """Return evenly spread ranges (start, stop) of the ``rows`` rows of a table, with about ``limit`` rows in total.
 
-    ``chunk``: rows of an HDF5 chunk. The ranges are whole chunks, and include the first and the last chunk.
+    ``chunk``: rows per HDF5 chunk. The ranges are whole chunks, and include the first and the last chunk.
     """
     if rows <= limit:
         return [(0, rows)] if rows else []
@@ -183,7 +183,7 @@ def spread_blocks(rows: int, chunk: int, limit: int) -> list[tuple[int, int]]:
 
 
 def read_spread(file: h5py.File, name: str, columns: Sequence[str], limit: int) -> tuple[dict[str, np.ndarray], bool]:
-    """Return {column: values} of about ``limit`` evenly spread rows of a table, and True if these are all rows."""
+    """Return ({column: values of about ``limit`` evenly spread rows of a table}, True if these are all rows)."""
     if name not in file or not file[f"{name}/{columns[0]}"].shape[0]:
         return {}, True
     datasets_of = {column: file[f"{name}/{column}"] for column in columns}
@@ -218,7 +218,7 @@ Region = tuple[Box, str, str, Sequence[int], Box]  # box in the whole; file, dat
 
 
 class DatasetMaker:
-    """Creates datasets, and their parent groups, in the open ``file``."""
+    """Maker of datasets, and of their parent groups, in the open ``file``."""
 
     def __init__(self, file: h5py.File) -> None:
         self._file = file
@@ -237,7 +237,7 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Allocate the dataset ``name`` without writing its elements. Return their byte offset in the file.
+        """Allocate the dataset ``name`` without writing its elements. Return the elements' byte offset in the file.
 
         ``attributes``: HDF5 attributes of the dataset.
         """
@@ -258,7 +258,7 @@ class DatasetMaker:
     ) -> None:
         """Create a virtual dataset from regions of other datasets. Missing elements are read as ``fill``.
 
-        ``regions``: tuples (box, file, dataset name, shape, box in that dataset). ``attributes``: HDF5 attributes.
+        ``regions``: tuples (box, source file, source dataset, source shape, source box). ``attributes``: for HDF5.
         """
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)

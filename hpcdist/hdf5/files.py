@@ -37,7 +37,7 @@ MOST_TEXT: Final = 1 << 20  # maximum number of characters of an attribute
 
 
 def attributes_of(file: h5py.File) -> dict[str, float | str]:
-    """Return the root attributes of ``file`` that are a number or a text. Damaged attributes are skipped."""
+    """Return {name: value} for the root attributes of ``file`` that are numbers or strings. Skip damaged attributes."""
     attributes: dict[str, float | str] = {}
     for name in file.attrs:
         try:
@@ -62,11 +62,11 @@ class Blocks(Protocol):
         """Data type of the elements, which HDF5 must support."""
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield all elements as 1-D arrays, each valid until the next one. ``offset``: byte offset in the file."""
+        """Yield all elements in 1-D arrays, each valid until the next yield. ``offset``: byte offset in the file."""
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
-    """Open the HDF5 file ``path`` for reading, with this ``schema``, if any, in at most this ``version``.
+    """Open the HDF5 file ``path`` for reading. Check the file's ``schema`` and maximum ``version``, unless None.
 
     The caller must close the file. Raises StorageError.
     """
@@ -103,7 +103,7 @@ def is_dataset(entry: Any) -> bool:
 
 
 def resolved(file: h5py.File, name: str) -> Any:
-    """Return the object ``name`` of ``file`` after following links, or None. Raises StorageError for a bad link."""
+    """Follow links and return object ``name`` of ``file``, or None if missing. Raises StorageError for bad links."""
     for _ in range(MOST_LINKS):
         link = file.get(name, getlink=True)
         if isinstance(link, h5py.SoftLink):
@@ -121,7 +121,7 @@ def resolved(file: h5py.File, name: str) -> Any:
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
-    """Return the byte offset of the elements of ``dataset`` in its file, or None if it is not a plain array."""
+    """Return the byte offset of ``dataset``'s elements in its file, or None if they are not stored as a plain array."""
     properties = dataset.id.get_create_plist()
     file = dataset.file
     plain = (
@@ -138,7 +138,7 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return {file: required bytes} of the files that store ``dataset``, and True if this dict is complete.
+    """Return ({file: required bytes} of the files that store ``dataset``, True if no file is missing in this dict).
 
     Raises StorageError for missing data, and MissingCapabilityError for a missing filter.
     """
@@ -258,7 +258,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError if the file ``path`` exists, or if its directory cannot be written."""
+    """Raise StorageError if the file ``path`` exists, or if it cannot be created."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove the file, or choose another --output")

@@ -32,7 +32,7 @@ def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> No
 
 
 def pread_all(fd: int, count: int, offset: int) -> bytes:
-    """Read ``count`` bytes of the file ``fd`` at byte ``offset``, or fewer at the end of the file. Raises OSError."""
+    """Return ``count`` bytes of the file ``fd`` from byte ``offset`` on, or fewer at the file's end. Raises OSError."""
     parts = []
     while count and (part := os.pread(fd, count, offset)):
         parts.append(part)
@@ -58,7 +58,7 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return (file size, {page number: content}) after an unfinished commit to the file ``path``, or None."""
+    """Return (file size, {page number: content}) to finish an interrupted commit to ``path``, or None without one."""
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
         data = regular.read(journal_of(path), 2 * path.stat().st_size + (1 << 20))

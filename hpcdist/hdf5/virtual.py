@@ -23,7 +23,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Source of some elements of a virtual dataset: a dataset in another file, and the region it supplies."""
+    """Dataset in another file that stores some elements of a virtual dataset, and the region of these elements."""
 
     file: str  # relative to the directory of the virtual dataset's file
     dataset: str

@@ -25,7 +25,7 @@ NOTHING: Final = np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Recorded sequence of memory blocks taken from and returned to an `Arena`. `Arena.repeat` replays it."""
+    """Record of the memory blocks that were taken from and returned to an `Arena`. `Arena.repeat` replays it."""
 
     taken: frozenset[int]  # indices of the blocks that `Arena.take` returned
     changes: tuple[tuple[int, int], ...]  # (index of the block, change of the number of users)
@@ -49,7 +49,7 @@ class Arena:
         self._fixed = set[int]()  # blocks for `repeat`, which must not grow
 
     def saved(self, layer: int, microbatch: int = 0) -> "ArenaSaved":
-        """Return the `Saved` object of number ``layer`` and ``microbatch``. Create it at the first call."""
+        """Return the `Saved` object of layer ``layer`` and micro-batch ``microbatch``. The first call creates it."""
         key = (layer, microbatch)
         if key not in self._live:
             self._live[key] = ArenaSaved(self, key)
@@ -116,7 +116,7 @@ class Arena:
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Take and free the same memory blocks as in the recording ``use``. They must be free, see `has_free`."""
+        """Take and free the same memory blocks as in the recording ``use``. All must be free now, see `has_free`."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -134,11 +134,11 @@ class Arena:
         return index if first < start + self._blocks[index].nbytes else None
 
     def view(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an array of this shape and dtype that starts at the first byte of block ``index``."""
+        """Return an array of shape ``shape`` and dtype ``dtype`` that starts at the first byte of block ``index``."""
         return _shaped(self._blocks[index], shape, dtype)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the scratch array ``name`` with this shape. Calls with the same ``name`` share memory."""
+        """Return a scratch array of shape ``shape``. All scratch arrays with the same ``name`` share memory."""
         nbytes = prod(shape) * np.dtype(dtype).itemsize
         block = self._scratch.get(name)
         if block is None or block.nbytes < nbytes:

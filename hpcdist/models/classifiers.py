@@ -29,10 +29,10 @@ from hpcdist.models.stage import (
 
 
 def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...]:
-    """Return the stages of an mlp for ``features`` inputs: the hidden layers, and a head with ``classes`` logits."""
+    """Return the stages of an mlp with ``features`` inputs: the hidden layers, and a head with ``classes`` logits."""
     if features < 1 or classes < 1:
         raise ConfigurationError(
-            f"the data has {features} features and {classes} classes; an mlp needs at least 1 and 1: check data.path"
+            f"the data has {features} features and {classes} classes; an mlp needs at least 1 of each: check data.path"
         )
     widths = [features] + [config.hidden] * config.layers + [classes]
     last = config.layers
@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x converted to ``dtype``, in memory of ``saved``. Integers are divided by the maximum of their type."""
+    """Return x converted to ``dtype``, in an array of ``saved``. Integers are divided by the maximum of their dtype."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -70,7 +70,7 @@ class Dense(DeclaredStage):
         parameters["linear.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of shape (batch, outputs) for x, integers or floats of shape (batch, inputs)."""
+        """Return the output of shape (batch, outputs) for integers or floats x of shape (batch, inputs)."""
         x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:
@@ -91,7 +91,7 @@ class Dense(DeclaredStage):
 def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
     """Return the stages of a convnet: the convolutions, and a head that outputs ``classes`` logits.
 
-    ``height``, ``width``, ``channels``: size of an input picture.
+    ``height``, ``width``, ``channels``: shape of an input picture.
     """
     if min(height, width, channels, classes) < 1:
         raise ConfigurationError(

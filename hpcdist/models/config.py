@@ -42,7 +42,7 @@ EXPERT_KEYS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Section ``[model]``: the architecture.
+    """Section ``[model]`` of a recipe: the architecture and the sizes of the model.
 
     Kinds:
         gpt: ``layers`` decoder blocks of width ``hidden`` with ``heads`` heads, trained to predict the next token.
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Number of columns of a token's keys, and of its values: number of key heads times head size."""
+        """Number of key columns per token, equal to the number of value columns: key heads times head size."""
         return (self.kv_heads or self.heads) * self.hidden // self.heads
 
     @property
@@ -134,17 +134,17 @@ class ModelConfig:
 
 
 def applies(name: str, kind: str) -> bool:
-    """Return True if the key ``name`` of [model] has an effect for models of this ``kind``."""
+    """Return True if the key ``name`` of [model] has an effect for models of the given ``kind``."""
     return name == "kind" or kind in _ONLY.get(name, TRANSFORMERS if name in EXPERT_KEYS else BUILT)
 
 
 def speed_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of training speed of a model ``kind``: "tokens", or "samples" if samples have one target."""
+    """Return the unit of a model's training speed: "tokens", or "samples" if samples have one target."""
     return "tokens" if tokens_per_sample > 1 or kind in TRANSFORMERS else "samples"
 
 
 def loss_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of the loss of a model ``kind``: "nats", or "" if the unit is unknown."""
+    """Return the unit of a model's loss: "nats", or "" if the unit is unknown."""
     # It is unknown for a user's model with one target per sample.
     return "" if kind in FOREIGN and speed_unit(kind, tokens_per_sample) == "samples" else "nats"
 

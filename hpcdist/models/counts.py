@@ -96,7 +96,7 @@ class DocumentPairs(NamedTuple):
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer's embedding, per sample of ``context`` tokens."""
+    """Return the `UnitCounts` of a transformer's embedding for samples of ``context`` tokens."""
     wide = context * config.hidden
     return UnitCounts(
         parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
@@ -106,7 +106,7 @@ def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def head_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer's head and loss for ``context`` tokens per sample."""
+    """Return the `UnitCounts` of a transformer's head and loss for samples of ``context`` tokens."""
     wide, matrix = context * config.hidden, config.vocabulary * config.hidden
     rows = norm_statistics(config)
     return UnitCounts(
@@ -123,7 +123,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer block. ``documents``: query-key pairs of packed samples."""
+    """Return the `UnitCounts` of a transformer block. ``documents``: query-key pairs of packed samples, or None."""
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
     grouped = config.kv_width != hidden
@@ -235,7 +235,7 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return FLOPs, parameters and memory of an mlp layer with ``inputs`` inputs and ``outputs`` outputs."""
+    """Return the `UnitCounts` of an mlp layer with ``inputs`` inputs and ``outputs`` outputs."""
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -248,7 +248,7 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convolution from shape ``before`` to shape ``after``, with its norm."""
+    """Return the `UnitCounts` of a convolution and its norm, from shape ``before`` to shape ``after``."""
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
     y = KeptArray(prod(after))
@@ -267,7 +267,7 @@ def convolution_counts(
 
 
 def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convnet's head and loss for inputs of shape ``picture``."""
+    """Return the `UnitCounts` of a convnet's head and loss, for inputs of shape ``picture``."""
     channels = picture[2]
     return UnitCounts(
         parameters=(channels + 1) * classes,
@@ -302,7 +302,7 @@ class Counts:
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
-        """Return the largest activation memory of a micro-batch of ``samples`` samples, in bytes."""
+        """Return the peak activation memory of a micro-batch of ``samples`` samples, in bytes."""
         names = {name for unit in self.units for name in unit.scratch}
         scratch = sum(
             max(unit.scratch[name].of(samples) for unit in self.units if name in unit.scratch) for name in names
@@ -312,7 +312,7 @@ class Counts:
 
 
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
-    """Return the largest number of activation elements per sample, if inner stages recompute their activations."""
+    """Return the peak number of activation elements per sample, if all stages but the first and last are recomputed."""
     free: list[int] = []
     total = 0
 
@@ -341,7 +341,7 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
 
 
 class InputSizes(TypedDict, total=False):
-    """Sizes of a sample of text, a table row or a picture. Sizes that do not apply are 0."""
+    """Sizes of one sample, which is a text, a table row or a picture. Sizes that do not apply are 0."""
 
     context: int
     features: int
@@ -352,7 +352,7 @@ class InputSizes(TypedDict, total=False):
 
 
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return the number of parameters, the FLOPs and the memory of the model. Keyword arguments: see `InputSizes`."""
+    """Return the `Counts` of a model: parameters, FLOPs and memory. For the keyword arguments, see `InputSizes`."""
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":

@@ -19,7 +19,10 @@ class PackedTokens(ArrayGroup):
 
     @classmethod
     def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
-        """Return a packed micro-batch. ``places``: positions in documents. ``filled``: tokens before the padding."""
+        """Return a packed micro-batch of ``tokens``, whose positions in their documents are ``places``.
+
+        ``filled``: number of tokens before the padding in each sample, or None if no sample is padded.
+        """
         # both (samples, context); numbers of tokens: (samples,)
         assert tokens.shape == places.shape
         return cls((tokens, places, np.full(len(places), places.shape[1]) if filled is None else filled))
@@ -35,7 +38,7 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """The document borders of each sample: start position of each document, and then the length of the sample."""
+        """Document borders of each sample: the start position of each document, then the length of the sample."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
@@ -45,14 +48,14 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return this rank's range of rows [first, end) for each document of sample number ``sample``."""
+        """Return a list of this rank's row ranges [first, end), one per document of sample number ``sample``."""
         rows = [_row(place, pieces) for place in self.borders[sample]]
         # A document without tokens on this rank has an empty range.
         return list(zip(rows, rows[1:], strict=False))
 
     @cached_property
     def ranges(self) -> Array:
-        """For each token, the range [first, end) of its document in the sample: int64 (samples, context, 2)."""
+        """Range [first, end) of each token's document in the sample, as int64 array (samples, context, 2)."""
         ranges = np.empty((*self.whole.shape, 2), np.int64)
         for row, borders in zip(ranges, self.borders, strict=True):
             sizes = np.diff(borders)
@@ -65,7 +68,7 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
-    """Return this rank's tokens of ``x``, selected by ``cut(array)``, and their `Documents` (None if not packed)."""
+    """Return (this rank's tokens of ``x``, their `Documents` or None if not packed). ``cut(array)`` selects tokens."""
     if not isinstance(x, PackedTokens):
         return cut(x), None
     tokens, places, filled = x.arrays

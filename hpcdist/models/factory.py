@@ -28,7 +28,7 @@ _KEY_BYTES: Final = 32
 
 
 def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
-    """Call the model factory ``config.factory`` with ``inputs``, and return its model. Raises ConfigurationError."""
+    """Return the model that ``config.factory(**inputs)`` makes. Raises ConfigurationError if the model is invalid."""
     if config.kind == "given":
         raise ConfigurationError(
             "model.kind = 'given' is only for a model that a script passes; run that script, or name a function that "
@@ -50,7 +50,7 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
 
 
 def seal(factory: str) -> str:
-    """Return a keyed hash of the path and content of a model factory's file, or "" if no hash can be computed."""
+    """Return a keyed hash of the path and content of the file of ``factory``, or "" if no hash can be computed."""
     try:
         path = _file_of(factory)
         key = _key(_state_folder())

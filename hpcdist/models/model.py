@@ -42,7 +42,7 @@ LOCAL: Final = Operations(
 
 
 class SkipConnections:
-    """Skip connections of a micro-batch: outputs of stages for later stages, and their gradients."""
+    """Skip connections of a micro-batch: stored stage outputs that later stages also read, and their gradients."""
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         # A pair has the numbers of a stage and of a later stage. In the `Saved` of the later stage, "skip.N" is the
@@ -55,22 +55,22 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Before forward of stage number ``unit``, put earlier stages' outputs that it also reads into ``saved``."""
+        """Put the outputs that stage number ``unit`` also reads from earlier stages into ``saved``, before forward."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
     def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
-        """Store the output ``y`` of stage number ``unit``, or a copy of it, for later stages."""
+        """Store ``y``, the output of stage number ``unit``, for later stages that read y. ``copy``: True to copy y."""
         if unit in self._sources:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """Store the gradients that the backward of stage number ``unit`` left in ``saved`` for earlier stages."""
+        """Store the gradients for earlier stages, which the backward of stage number ``unit`` wrote to ``saved``."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
     def add(self, unit: int, dy: Array) -> Array:
-        """Add the gradients stored by `send_back` for stage number ``unit`` to its output gradient dy. Return dy."""
+        """Add the gradients that `send_back` stored for stage number ``unit`` to dy, its output gradient. Return dy."""
         for gradient in reversed(self._gradients.pop(unit, [])):
             dy += gradient
         return dy
@@ -80,7 +80,7 @@ StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store with its t
 
 
 class Model:
-    """Trainable model: stages in layer order, and a loss. The caller allocates the parameters and gradients."""
+    """Trainable model: stages in layer order, and a loss. The caller allocates memory for parameters and gradients."""
 
     def __init__(
         self,
@@ -119,31 +119,31 @@ class Model:
 
     @cached_property
     def needs(self) -> dict[int, list[int]]:
-        """The stages that own each stage's parameters: {stage number: list of stage numbers, with the stage itself}."""
+        """Owners of parameters: {stage number: sorted numbers of this stage and of all owners of its tied tensors}."""
         unit_of = {stage.layer: unit for unit, stage in enumerate(self.stages)}
         owners = [[unit_of[self.layout.by_key[key].spec.layer] for key in stage.tied.values()] for stage in self.stages]
         return {unit: sorted({unit, *owners[unit]}) for unit in unit_of.values()}
 
     @cached_property
     def skips(self) -> tuple[tuple[int, int], ...]:
-        """Skip connections: pairs (number of a stage, number of a later stage that also reads its output)."""
+        """Skip connections: pairs (number of a stage, number of a later stage that reads the output of this stage)."""
         return tuple((source, unit) for unit, stage in enumerate(self.stages) for source in getattr(stage, "takes", ()))
 
     def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
-        """Return views of the parameters of stage number ``unit``. ``store_of(layer)``: parameter store of a layer."""
+        """Return the parameters of stage number ``unit`` as {name: view of the parameter store ``store_of(layer)``}."""
         return _views(self.stages[unit], self._stores(store_of))
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
-        """Return views of the gradients of stage number ``unit``. ``written``: keys of already written gradients."""
-        # All stages of a rank share the set `written`.
+        """Return the gradients of stage number ``unit`` as views of the gradient stores ``store_of(layer)``."""
+        # All stages of a rank share `written`, the set of the keys of tensors with a gradient in this step.
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
     def bind(self, store: FlatStore) -> list[Parameters]:
-        """Return the parameters of each stage as views of ``store``, which must contain all tensors."""
+        """Return a list with the parameters of each stage, as views of ``store``, which must contain all tensors."""
         return [self.bind_stage(unit, lambda layer: store) for unit in range(len(self.stages))]
 
     def bind_gradients(self, store: FlatStore) -> list["BoundGradients"]:
-        """Return the gradients of each stage as views of ``store``, which must contain all tensors."""
+        """Return a list with the gradients of each stage, as views of ``store``, which must contain all tensors."""
         written: set[str] = set()
         return [self.bind_stage_gradients(unit, lambda layer: store, written) for unit in range(len(self.stages))]
 
@@ -170,8 +170,8 @@ class Model:
     ) -> Array:
         """Run the forward pass of all stages. Return the logits, of shape (..., classes).
 
-        ``arena``: memory pool that keeps the activations for `backward`, keyed by ``microbatch``. ``draw``: selects the
-        dropout masks. None disables dropout.
+        ``arena``: memory pool that keeps the activations of ``microbatch`` for `backward`. ``draw``: key of the dropout
+        masks, or None to disable dropout.
         """
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -193,7 +193,7 @@ class Model:
     ) -> None:
         """Run the backward pass of all stages for ``scale`` times the loss, and release the activations.
 
-        ``arena``, ``microbatch``: as for the forward pass.
+        ``arena``, ``microbatch``: as for `forward`.
         """
         # `Gradients.begin_step` of every stage must precede the first backward pass of a step, and `Gradients.finish`
         # must follow the last one.
@@ -210,11 +210,11 @@ class Model:
             saved.release()
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return a copy of the logits for the input x, without a backward pass."""
+        """Return a copy of the logits for the input x. Keep no activations for a backward pass."""
         return self.outputs(parameters, x, arena, self.operations)
 
     def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
-        """Return a copy of the last stage's output for x, computed with ``operations``, without a backward pass."""
+        """Return a copy of the last stage's output for x, computed with ``operations``. Keep no activations."""
         before: Saved | None = None
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -234,14 +234,11 @@ class Model:
         return result
 
     def communicated_s(self) -> float:
-        """Return the seconds that the stages have spent in communication since the last call of this method. Local."""
+        """Return this rank's seconds of communication in stages since the last call of this method. Local."""
         return sum((clock() for clock in self.clocks), 0.0)
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
-        """Return the summed loss in nats of the batch (x, ``targets``), without a backward pass.
-
-        ``arena``: memory for the activations.
-        """
+        """Return the loss in nats, summed over the batch (x, ``targets``). ``arena``: memory for the activations."""
         return self.weighted_loss(parameters, x, targets, arena)[0]
 
     def weighted_loss(
@@ -249,7 +246,7 @@ class Model:
     ) -> tuple[float, float]:
         """Return (summed loss, sum of the loss weights) of the batch (x, ``targets``).
 
-        The second number is NaN if the loss has no weights. ``arena``: memory for the activations.
+        The sum of the weights is NaN if the loss has no weights. ``arena``: memory for the activations.
         """
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
@@ -263,14 +260,14 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 
 
 class Loss:
-    """Cross entropy of the logits of the last stage, summed over samples and tokens."""
+    """Loss of a model: cross entropy of the logits, summed over samples and tokens. Base class of other losses."""
 
     # If True, the mean loss is the sum divided by a sum of weights, not by the number of targets: `forward` must store
     # the micro-batch's float32 weight in `saved` as `LOSS_WEIGHT`.
     weighs: bool = False
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
-        """Return the summed loss in nats, as float64. Overwrites ``logits``, an array whose last axis is the class."""
+        """Return the summed loss in nats, as float64. Overwrites ``logits``, of shape (..., classes)."""
         saved.keep("loss.shape", logits.shape)
         return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)
 
@@ -280,7 +277,7 @@ class Loss:
 
 
 class BoundGradients:
-    """Gradients of one stage as views of gradient stores. Implements `hpcdist.models.stage.Gradients`."""
+    """Gradient arrays of one stage, as views of stores. Implements `hpcdist.models.stage.Gradients`."""
 
     def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:
         self._views = views
@@ -290,16 +287,16 @@ class BoundGradients:
 
     @property
     def views(self) -> Parameters:
-        """Views of the gradient arrays, by parameter name."""
+        """The gradient arrays of the stage: {parameter name: array}."""
         return self._views
 
     @property
     def written(self) -> frozenset[str]:
-        """Keys of the stage's tensors whose gradients were written in this step. Later gradients will be added."""
+        """Keys of the tensors whose gradients this step has written. Further gradients of these tensors are added."""
         return frozenset(self._written.intersection(self._keys.values()))
 
     def wrote(self, keys: frozenset[str]) -> None:
-        """Mark the gradients of the tensors ``keys`` as written in this step, so that later gradients are added."""
+        """Mark the gradients of the tensors ``keys`` as written. Further gradients of this step are added to them."""
         self._written.update(keys)
 
     def into(self, name: str) -> tuple[Array, bool]:

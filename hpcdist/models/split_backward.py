@@ -27,7 +27,7 @@ from hpcdist.models.stage import (
 
 
 def with_recomputation(model: Model) -> Model:
-    """Return a copy of ``model`` whose inner stages recompute their activations in the backward pass."""
+    """Return a copy of ``model`` that recomputes all stages but the first, the last, and stages with skips."""
     recomputing = copy.copy(model)
     last, joined = len(model.stages) - 1, {unit for pair in model.skips for unit in pair}
     recomputing.stages = tuple(
@@ -37,7 +37,7 @@ def with_recomputation(model: Model) -> Model:
 
 
 class RecomputedStage(WrappedStage):
-    """Stage that keeps only the input and output of the stage ``inner``, and repeats its forward pass in backward."""
+    """Wrapper of a stage that keeps only input and output, and repeats the forward pass of the stage in backward."""
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner, inner.tensors())
@@ -47,7 +47,7 @@ class RecomputedStage(WrappedStage):
         return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the wrapped stage, and keep only x and the output. x must not change."""
+        """Return the output of the wrapped stage. Keep only x, which must not change until backward, and the output."""
         within = saved.within()
         y = self.inner.forward(parameters, x, operations, within)
         output = saved.empty("recomputed.y", y.shape, y.dtype)
@@ -75,7 +75,7 @@ class RecomputedStage(WrappedStage):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """On a rank without samples, call the collectives of the recomputed forward and of the backward pass."""
+        """On a rank without samples, call the collectives of the repeated forward pass and of the backward pass."""
         within, inner = saved.within(), cast(MixedStage, self.inner)
         inner.attend(parameters, operations, within)
         inner.attend_backward(parameters, gradients, operations, within)
@@ -86,7 +86,7 @@ _LINEARS: Final = ("linear_column", "linear_row")
 
 
 def split_operations(operations: Operations) -> Operations:
-    """Wrap ``operations`` so that backward computes only input gradients; `weight_gradients` computes the others."""
+    """Wrap ``operations`` so that backward computes only input gradients, and leaves the rest to `weight_gradients`."""
     return replace(
         operations,
         linear_column=SplitLinear("linear_column", operations.linear_column),
@@ -97,7 +97,7 @@ def split_operations(operations: Operations) -> Operations:
 
 
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
-    """Compute the weight gradients of a stage that a backward pass with `split_operations` deferred. Local."""
+    """Compute the weight gradients that the backward pass of a stage with `split_operations` has deferred. Local."""
     # The gradients are written, or added to earlier gradients of this step. `parameters` may be freed already. If two
     # stages share a tensor, the later stage comes first, and both come before the next micro-batch.
     for prefix, name in saved.deferred.items():
@@ -112,7 +112,7 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """Wrapper of a linear layer ``inner`` that postpones the weight gradients to a call of `weight_gradients`."""
+    """Linear layer that defers the weight gradients of the wrapped layer ``inner`` to `weight_gradients`."""
 
     name: str  # field of the layer in `hpcdist.models.stage.Operations`
     inner: LinearOperation
@@ -135,13 +135,13 @@ class SplitLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Store ``dy`` in ``saved``, and leave the computation of the weight gradients to `weight_gradients`."""
+        """Store ``dy`` in ``saved``. `weight_gradients` will compute the weight gradients from ``dy``."""
         _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 
 @dataclass(frozen=True)
 class SplitEmbedding:
-    """Wrapper of an embedding ``inner`` that defers the gradient of its table until `weight_gradients` is called."""
+    """Token embedding that defers the table gradient of the wrapped embedding ``inner`` to `weight_gradients`."""
 
     inner: EmbeddingOperation
 
@@ -158,7 +158,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Wrapper of attention ``inner`` that keeps the gradient of qkv in memory until `weight_gradients` is called."""
+    """Attention that calls the wrapped ``inner``, and keeps the gradient of qkv for `weight_gradients`."""
 
     inner: AttentionOperation
 

@@ -25,7 +25,7 @@ StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
 
 @dataclass(frozen=True)
 class Draw:
-    """Seed, step and first sample of a micro-batch. They determine its dropout masks."""
+    """Seed, step and first sample, which determine the dropout masks of a micro-batch."""
 
     seed: int
     step: int
@@ -35,16 +35,16 @@ class Draw:
 
 
 class Gradients(Protocol):
-    """Gradient arrays of one stage. The first gradient of a step overwrites an array, later gradients are added."""
+    """Gradient arrays of one stage. The first gradient of a step overwrites an array, all others are added."""
 
     def into(self, name: str) -> tuple[Array, bool]:
-        """Return (gradient array of the tensor ``name``, True to add to the array or False to overwrite it)."""
+        """Return (gradient array of the tensor ``name``, True if the caller must add to the array, else False)."""
 
     def begin_step(self) -> None:
         """Mark all gradients of the stage as unwritten, before the first backward pass of a step."""
 
     def finish(self) -> None:
-        """Set every gradient array that no backward pass of this step has written to 0."""
+        """Set the gradient arrays to 0 that no backward pass of this step has written."""
 
 
 class Saved(Protocol):
@@ -57,25 +57,25 @@ class Saved(Protocol):
     deferred: dict[str, str]  # tensor prefix -> operation with a deferred weight gradient; see `split_backward`
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an uninitialised array that is stored under ``name`` until `release`."""
+        """Return a new uninitialised array, which this object stores under ``name`` until `release`."""
 
     def keep(self, name: str, value: Any) -> None:
-        """Store ``value``, any object or array, under ``name`` until `release`. Arrays are not copied."""
+        """Store ``value``, an array or any other object, under ``name`` until `release`, without a copy."""
 
     def __getitem__(self, name: str) -> Any:
         """Return the array or object stored under ``name``."""
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
+        """Return an uninitialised array, whose memory the next call with the same ``name``, by any stage, reuses."""
 
     def within(self) -> "Saved":
         """Return a new, empty `Saved` object for the same stage and micro-batch. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
-        """Return True if ``array`` is in memory that `empty` of this object allocated."""
+        """Return True if `empty` of this object allocated the memory of ``array``."""
 
     def hold(self, name: str) -> None:
-        """Mark the array ``name``: `narrow` does not free it. `release` does."""
+        """Mark the array ``name``, so that `narrow` does not free the array. `release` frees it."""
 
     def narrow(self) -> None:
         """Free all stored arrays and objects, except the arrays marked by `hold`."""
@@ -89,58 +89,55 @@ class LinearOperation(Protocol):
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
-        """Names of the saved arrays that `backward_weight` needs, without the layer's name prefix."""
+        """Names, without the prefix ``PREFIX.``, of the saved arrays that `backward_weight` needs."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return ``x weight^T + bias``, and keep x in ``saved`` for backward. ``biased``: True to add the bias."""
+        """Return ``x weight^T``, plus the bias if ``biased`` is True. Keep x in ``saved`` for backward."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Compute all parameter gradients. Return the gradient of x, which the next call overwrites."""
+        """Compute all parameter gradients. Return the gradient of x, an array that the next call overwrites."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the input gradient for the output gradient dy, without weight gradients."""
+        """Return the input gradient for the output gradient dy. Compute no parameter gradients."""
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Compute the gradients of weight and bias from the output gradient dy. Local."""
+        """Compute the gradients of weight and bias for the output gradient dy. Local."""
 
 
 class EmbeddingOperation(Protocol):
-    """Interface of token embeddings: lookup of rows of a table by token."""
+    """Interface of token embeddings. A token is the index of a row in the embedding table."""
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
-        """Names of the saved arrays that `backward` needs, without the layer's name prefix."""
+        """Names, without the prefix ``PREFIX.``, of the saved arrays that `backward` needs."""
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return embeddings of shape (..., hidden) for ``tokens`` of shape (...). Raises DataError for bad tokens."""
+        """Return embeddings (..., hidden) for ``tokens`` (...). Raises DataError for tokens outside the vocabulary."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add each row of dy to the row of its token in the gradient of the table ``PREFIX.weight``."""
+        """Add dy[i] to row ``tokens[i]`` of the gradient of ``PREFIX.weight``, with the ``tokens`` of `forward`."""
 
 
 class PositionsOperation(Protocol):
-    """Interface of learned position embeddings: rows of a table by token position."""
+    """Interface of learned position embeddings. A table has one row per token position."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         """Add the embedding of each token's position to y, of shape (batch, context, hidden), in place. Return y."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add dy, summed over samples, to the gradient of the position table."""
+        """Add the sum of dy over the samples to the gradient of the position table."""
 
 
 class RotaryOperation(Protocol):
     """Interface of rotary position encodings of query and key heads; see `hpcdist.models.layers.embedding`."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads in the first ``rotated`` columns of x, (batch, context, columns), in place and return x."""
+        """Rotate the heads in the first ``rotated`` columns of x, (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the gradients of the heads back, in place, and return dx.
-
-        ``head_size``, ``rotated``: as for the forward pass.
-        """
+        """Rotate the gradients dx of the heads back, in place. Return dx. Other arguments are as for `forward`."""
 
 
 class NormOperation(Protocol):
@@ -155,12 +152,12 @@ class NormOperation(Protocol):
         kind: str = "layer",
         residual: Array | None = None,
     ) -> Array:
-        """Add ``residual`` to x in place, and return the norm ``kind`` of x. x must not change until backward."""
+        """Add ``residual``, if any, to x in place. Return the norm ``kind`` of x. Do not change x before backward."""
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return the gradient of x. If ``residual`` is not None, add the gradient to this array, and return it."""
+        """Return the gradient of x. If ``residual`` is an array, add the gradient to it and return ``residual``."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -180,7 +177,7 @@ class AttentionOperation(Protocol):
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv). Unless ``keep`` is True, a later call overwrites it."""
+        """Return the gradient of qkv, or of (queries, kv). Unless ``keep``, the next call overwrites the result."""
 
 
 class ActivationOperation(Protocol):
@@ -189,30 +186,30 @@ class ActivationOperation(Protocol):
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        """Return "gelu" (tanh form), "relu" or "swiglu" of x plus ``bias``. x must not change until backward."""
+        """Return the activation ``kind``, e.g. "gelu", of x + ``bias``. The caller must not change x until backward."""
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
-        """Return the input gradient for the output gradient dy. The result overwrites the input x in ``saved``."""
+        """Return the input gradient for the output gradient dy. The input gradient overwrites x in ``saved``."""
 
 
 class DropoutOperation(Protocol):
-    """Interface of dropout. The draw and the layer of ``saved`` determine the masks."""
+    """Interface of dropout. The draw and layer of ``saved``, and the number ``site``, determine the masks."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Set elements of x to 0 with probability ``rate``, in place. ``site``: number of the call in its layer."""
+        """Apply dropout with the given ``rate`` to x in place. ``site``: number of the call in the layer. Return x."""
 
     def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return the input gradient for the output gradient dy. ``rate`` and ``site`` must be as in `forward`."""
+        """Return the input gradient of dropout for dy. ``rate`` and ``site``: as for `forward`."""
 
 
 class CrossEntropyOperation(Protocol):
     """Interface of the cross-entropy loss: softmax and negative log likelihood."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the summed loss in nats. Overwrites the logits, of shape (tokens, classes). Target -1 has no loss."""
+        """Return the summed loss in nats. A target of -1 has no loss. Overwrites ``logits`` (tokens, classes)."""
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return the gradient of the logits, (softmax - onehot) * scale. Overwrites the logits."""
+        """Return (softmax - onehot) * ``scale``, the gradient of the logits. This gradient overwrites the logits."""
 
 
 class ExpertsOperation(Protocol):
@@ -220,7 +217,7 @@ class ExpertsOperation(Protocol):
 
     @property
     def state(self) -> RouterState:
-        """Load-balancing biases and statistics of all routers."""
+        """Load-balancing biases and load statistics of the routers of all layers."""
 
     @property
     def attends(self) -> bool:
@@ -229,17 +226,17 @@ class ExpertsOperation(Protocol):
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the experts' forward pass for x (batch, context, hidden). Return a function that returns the output."""
+        """Start the forward pass for x (batch, context, hidden). Return a function that waits for the output."""
 
     def begin_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the backward pass for the output gradient dy. Return a function that completes it and returns dx."""
+        """Start the backward pass for the output gradient dy. Return a function that waits for the input gradient."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of a model. Tensor parallelism shards ``linear_column`` by outputs and ``linear_row`` by inputs."""
+    """Operations of a model. Tensor parallelism divides outputs of ``linear_column`` and inputs of ``linear_row``."""
 
     linear_column: LinearOperation
     linear_row: LinearOperation
@@ -264,37 +261,37 @@ class Stage(Protocol):
         """Return the specs of the tensors that this stage owns, in the order of the flat parameter layout."""
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the output shape for ``samples`` samples of full length."""
+        """Return the shape of the output for ``samples`` samples of full context length."""
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Write the initial values of this stage's tensors to ``parameters``.
 
-        ``rng_of(spec)`` is the random generator of a tensor. Random values are drawn in float64 and rounded once.
+        ``rng_of(spec)``: random generator for the tensor of ``spec``. Values are drawn in float64, then rounded.
         """
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the stage for the input x, and store activations in ``saved``."""
+        """Return the output of the stage for the input x. Store the activations for `backward` in ``saved``."""
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Return the gradient of the stage's input, or None if the input is data. ``dy``: gradient of the output."""
+        """Return the input gradient, or None if the input is data. ``dy``: gradient of the stage's output."""
 
 
 class MixedStage(Stage, Protocol):
-    """Stage with experts. With sharded experts, a rank without samples must call `attend` and `attend_backward`."""
+    """Stage with experts. If experts are sharded, ranks without samples must call `attend` and `attend_backward`."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """On a rank without samples, take part in the collectives of `forward`. Collective."""
+        """On a rank without samples, call the collectives of `forward`. Collective over the expert-parallel ranks."""
 
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """On a rank without samples, call the collectives of `backward` and compute expert gradients. Collective."""
+        """On a rank without samples, call the collectives of `backward`, and compute this rank's expert gradients."""
 
 
 class DeclaredStage:
-    """Base class of stages that own the tensors with the specs ``specs``."""
+    """Base class of stages that pass the specs of their tensors to the constructor as ``specs``."""
 
     def __init__(
         self, layer: int, specs: Iterable[TensorSpec], output: tuple[int, ...] = (), tied: dict[str, str] | None = None
@@ -310,14 +307,14 @@ class DeclaredStage:
         return samples, *self._output
 
     def with_tokens(self, tokens: int) -> Self:
-        """Return a copy of this stage whose output has ``tokens`` tokens per sample, for context parallelism."""
+        """Return a copy of this stage for ``tokens`` tokens per sample, as a context-parallel rank has."""
         other = copy.copy(self)
         other._output = (tokens, *self._output[1:])
         return other
 
 
 class WrappedStage:
-    """Base class of stages that wrap the stage ``inner``, and replace its tensor specs by ``specs``."""
+    """Base class of stages that wrap a stage ``inner``, and own tensors of ``specs`` instead of its tensors."""
 
     def __init__(self, inner: Stage, specs: Iterable[TensorSpec]) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
@@ -350,18 +347,18 @@ class WrappedStage:
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
-    """Fill the tensor of ``spec`` with normal random numbers of the generator ``rng_of(spec)``, with mean 0."""
+    """Fill the tensor of ``spec`` from ``rng_of(spec)``: normal, mean 0, standard deviation ``deviation``."""
     parameters[spec.name][...] = rng_of(spec).standard_normal(spec.shape) * deviation
 
 
 def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of a norm: a scale, and a bias if ``kind`` is "layer". ``width``: number of columns."""
+    """Return the tensor specs of a norm over ``width`` columns: a scale and, for the kind "layer", a bias."""
     scale = TensorSpec(layer, f"{name}.scale", (width,), False)
     return (scale,) if kind == "rms" else (scale, TensorSpec(layer, f"{name}.bias", (width,), False))
 
 
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of a linear layer that is sharded by outputs. ``*outputs``: output dims of the weight."""
+    """Return the specs of a linear layer sharded by outputs, with a weight of shape (``*outputs``, ``inputs``)."""
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
     weight = TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last, stacked=stacked)
@@ -369,7 +366,7 @@ def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool =
 
 
 def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of a linear layer whose weight is sharded by inputs."""
+    """Return the specs of a linear layer sharded by inputs, with a weight of shape (``outputs``, ``inputs``)."""
     weight = TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1)
     return (weight, TensorSpec(layer, f"{name}.bias", (outputs,), False)) if bias else (weight,)
 
@@ -378,7 +375,7 @@ IGNORED: Final = -1  # target without loss and gradient
 
 
 def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
-    """Raise DataError if a token is outside [0, count). ``what``: word for a token in the error message."""
+    """Raise DataError if a token is outside [0, ``count``). ``what``: name of a token in the error message."""
     # Tokens on a GPU are not checked, to avoid a wait.
     if not is_device(tokens) and tokens.size:
         least, most = int(tokens.min()), int(tokens.max())
@@ -391,7 +388,7 @@ def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False)
 
 
 def as_indices(tokens: Array, saved: Saved) -> Array:
-    """Return ``tokens`` as a flat int64 array. On the CPU, the array uses scratch memory of ``saved``."""
+    """Return ``tokens`` as a flat int64 array, on the CPU in scratch memory of ``saved``."""
     if is_device(tokens):
         return tokens.reshape(-1).astype(np.int64)
     indices = saved.scratch("tokens.indices", tokens.shape, np.int64)

@@ -33,7 +33,7 @@ INITIAL_DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
 
 
 def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
-    """Return the stages of a transformer for ``context`` tokens per sample. ``causal``: True for a GPT."""
+    """Return the stages of a transformer for ``context`` tokens per sample: a GPT if ``causal``, else an encoder."""
     if context < 1:
         raise ConfigurationError(f"data.context is {context}; {config.kind} models need a context of at least 1 token")
     if config.dropout and not fits_counter(config.heads * context, context):
@@ -47,7 +47,7 @@ def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tu
 
 
 class TokenEmbedding(DeclaredStage):
-    """First stage of a transformer: token embedding, plus learned positions if the model has them."""
+    """First stage of a transformer: token embedding, and learned position embedding if the model has one."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         self.context, self.dropout = context, config.dropout
@@ -63,7 +63,7 @@ class TokenEmbedding(DeclaredStage):
             draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return embeddings (batch, context, hidden) for integer tokens x (batch, context)."""
+        """Return the embeddings, of shape (batch, context, hidden), of integer tokens x, of shape (batch, context)."""
         context = x.shape[1]
         if self.learned and context > self.context:
             raise UsageError(
@@ -85,7 +85,7 @@ class TokenEmbedding(DeclaredStage):
 
 
 class TransformerBlock(DeclaredStage):
-    """Transformer block: attention and feed-forward, each with a norm before it and a residual connection."""
+    """Transformer block: attention and feed-forward layer, both after a norm and inside a residual connection."""
 
     def __init__(self, layer: int, config: ModelConfig, context: int, causal: bool) -> None:
         self.head_size, self.dropout, self.causal = config.hidden // config.heads, config.dropout, causal
@@ -108,7 +108,7 @@ class TransformerBlock(DeclaredStage):
         super().__init__(layer, specs, (context, hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Set weights to random numbers from ``rng_of(spec)``, with a smaller deviation for residual outputs."""
+        """Draw the weights from ``rng_of(spec)``. Layers before a residual sum get a smaller standard deviation."""
         for spec in self._specs:
             if spec.name.endswith(".weight"):
                 residual = spec.name.endswith(("projection.weight", "down.weight"))
@@ -130,7 +130,7 @@ class TransformerBlock(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Compute the parameter gradients, and overwrite dy with the gradient of the block's input. Return dy."""
+        """Compute the parameter gradients, and overwrite dy with the input gradient of the block. Return dy."""
         branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
         d = self._feed_forward_backward(parameters, gradients, branch, operations, saved)
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)
@@ -246,7 +246,7 @@ def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]
 
 
 class LanguageModelHead(DeclaredStage):
-    """Last stage of a transformer: a norm and the output matrix, which may be tied to the token embedding."""
+    """Last stage of a transformer: a norm, and an output matrix that may be the tied token embedding table."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         self.norm, layer = config.norm, config.layers + 1
@@ -277,5 +277,5 @@ MASKED_PERCENT: Final = 15  # of the tokens of a sample
 
 
 def masked_predictions(context: int) -> int:
-    """Return the number of masked tokens in an encoder sample of ``context`` tokens: 15 %, rounded, at least 1."""
+    """Return 15 % of ``context``, rounded, but at least 1: the number of masked tokens in an encoder sample."""
     return max(1, (MASKED_PERCENT * context + 50) // 100)

@@ -26,10 +26,10 @@ Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, 
 
 
 class SegmentWise(ABC):
-    """Base class of optimizers of ``parts``, the ranges of the flat parameter vector that this rank owns.
+    """Base class of optimizers for ``parts``, the ranges of the flat parameter vector that this rank owns.
 
-    An update calls `direction`, then `apply`. If ``needs_norms`` is True, `apply` needs the sums of `partial_norms`
-    over the ranks.
+    An update calls `begin_step`, then `direction` for every range, then `apply` for every range. If ``needs_norms`` is
+    True, the caller must sum `partial_norms` over the ranks before `apply`.
     """
 
     # names of the optimizer state vectors, which have the dtype of the master weights
@@ -74,28 +74,28 @@ class SegmentWise(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the current update or, before any update, of the first update."""
+        """Learning rate of the current update. Before the first update, the learning rate of the first update."""
         return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Start the next update, with ``factor`` times the scheduled rate. For a skipped update, do not call this."""
+        """Start the next update, with ``factor`` times the scheduled learning rate. Do not call for skipped updates."""
         self.count += 1
         self._factor = factor
         self._norms.clear()
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Start the update of the weights ``master`` in the flat range ``piece``, with ``scale`` times ``gradient``."""
+        """Start the update of the weights ``master`` in the flat range ``piece``, with ``scale * gradient``."""
         # All calls of an update have the same scale, and their ranges together contain each owned element once. If
         # `needs_norms` is true, this call overwrites ``gradient`` with the update direction. Otherwise, ``gradient``
         # must not change before `apply`.
 
     def sum_exactly(self) -> None:
-        """From the next update on, `partial_norms` does not round, so that sharding does not affect its sums."""
+        """Make `partial_norms` exact from the next update on, so that the sums do not depend on the sharding."""
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return this rank's sums of squares of each tensor's weights and update directions, on the host."""
+        """Return a host array of this rank's sums of squares: for each tensor, of weights and of update directions."""
         # Float64 sums or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.exact`.
         return to_host(self._norms.sums()).copy()
 
@@ -105,18 +105,16 @@ class SegmentWise(ABC):
     ) -> None:
         """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
-        ``direction``: the store that `direction` got as ``gradient``. ``working``: store for the rounded weights, or
-        None. ``norms``: `partial_norms`, summed over the ranks, or None.
+        ``direction``: store that the method `direction` got as ``gradient``; `apply` may overwrite the content.
+        ``working``: store for the rounded weights, or None. ``norms``: sum over the ranks of `partial_norms`, or None.
         """
-        # ``direction`` is the store that was passed as ``gradient`` to the method `direction`. Its content may be
-        # overwritten.
 
     def state(self) -> dict[str, float]:
-        """Return the state to save in addition to the state vectors: the number of updates."""
+        """Return {"count": number of updates}, to save in a checkpoint in addition to the state vectors."""
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the number of updates from a result of `state`."""
+        """Restore the number of updates from ``state``, a result of `state`."""
         self.count = int(state["count"])
 
     @abstractmethod
@@ -154,7 +152,7 @@ class SegmentWise(ABC):
 
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
-    """Return {tensor name: parameter group}. Raises ConfigurationError if a group of ``config`` has no tensor."""
+    """Return {tensor name: parameter group}. Raises ConfigurationError for a group in ``config`` without tensors."""
     groups = config.parsed_groups
     group_of: dict[str, ParameterGroup] = {}
     for key in (segment.key for segment in layout.segments) if groups else ():
@@ -183,14 +181,14 @@ class ElementWise(SegmentWise):
     _before = False
 
     def direct_before(self) -> None:
-        """Compute update directions in `direction`, not in `apply`, from the next update on."""
+        """From the next update on, compute update directions in `direction` instead of in `apply`."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Store ``scale``, the factor of ``gradient``, for `apply`.
 
-        After `direct_before`, overwrite ``gradient`` with the update direction for the weights ``master`` in the flat
-        range ``piece``.
+        If `direct_before` was called, also overwrite ``gradient`` in the flat range ``piece`` with the update
+        direction of the weights ``master``.
         """
         self._scale = scale
         if self._before:
@@ -251,7 +249,7 @@ NORM_BLOCK: Final = 1 << 16  # elements per block: a direction is still in cache
 
 
 class LayerWise(SegmentWise):
-    """Base class of optimizers that scale the update of each tensor by its norms, such as LAMB and LARS."""
+    """Base class of optimizers that scale a tensor's update by norms of the tensor, such as LAMB and LARS."""
 
     needs_norms: ClassVar[bool] = True
     _rates: kernels.TensorOptions | None = None  # decays and rates of the current update, on a GPU
@@ -263,9 +261,9 @@ class LayerWise(SegmentWise):
     def direction(
         self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
     ) -> None:
-        """Write the update direction for the weights ``master`` in the flat range ``piece`` to ``into``.
+        """Write the update direction of the weights ``master`` in the flat range ``piece`` to the store ``into``.
 
-        ``scale``: factor of ``gradient``. If ``into`` is None, the direction overwrites ``gradient``.
+        ``scale``: factor of ``gradient``. If ``into`` is None, the update direction overwrites ``gradient``.
         """
         step = gradient if into is None else into
         assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"
@@ -351,7 +349,7 @@ class LayerWise(SegmentWise):
 
 
 class WrappedOptimizer(ABC):
-    """Base class of optimizers that wrap an optimizer ``inner``, and pass it other weights, gradients or state."""
+    """Base class of wrappers that give other weights, gradients or state to the wrapped optimizer ``inner``."""
 
     def __init__(self, inner: SegmentWise) -> None:
         self._inner, self.parts, self.slots = inner, inner.parts, inner.slots

@@ -24,7 +24,7 @@ READ_BY: Final[dict[str, tuple[Name, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Weight decay and learning rate factor of the tensors whose names ``LAYER.NAME`` match one of ``patterns``."""
+    """Weight decay and learning rate factor for the tensors whose name ``LAYER.NAME`` matches one of ``patterns``."""
 
     patterns: tuple[str, ...]
     weight_decay: float | None = None  # replaces ``optimizer.weight_decay``, also for biases and norm scales
@@ -32,7 +32,7 @@ class ParameterGroup:
 
     @classmethod
     def of(cls, text: str) -> "ParameterGroup":
-        """Parse a parameter group: patterns, a colon, and options ``name=value``. Raises ConfigurationError."""
+        """Parse a group such as "*.bias: weight_decay=0.0". Raises ConfigurationError if ``text`` is invalid."""
         names, _, options = text.rpartition(":")
         values: dict[str, float] = {}
         try:
@@ -45,8 +45,8 @@ class ParameterGroup:
             values = {}
         if not names.split() or not values or not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise ConfigurationError(
-                f"optimizer.groups has the invalid group {text!r}; write patterns of LAYER.NAME, a colon and options: "
-                "'*.bias *.norm.weight: weight_decay=0.0'; weight_decay and rate_factor must be at least 0"
+                f"optimizer.groups has the invalid group {text!r}; write patterns of tensor names, a colon and options "
+                "that are at least 0, as in '*.bias *.norm.weight: weight_decay=0.0 rate_factor=2.0'"
             )
         return cls(patterns=tuple(names.split()), **values)
 
@@ -65,10 +65,10 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Section ``[optimizer]``: the optimizer, its constants, and the schedule of its learning rate.
+    """Recipe section ``[optimizer]``: name and constants of the optimizer, and learning rate schedule.
 
-    Scaling "linear" multiplies the peak rate by k for a global batch of k * ``base_batch`` samples, "sqrt" by sqrt(k).
-    An entry of ``groups`` has name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both.
+    For a global batch of k * ``base_batch`` samples, ``scaling`` "linear" multiplies the peak rate by k, and "sqrt"
+    multiplies it by sqrt(k). `ParameterGroup.of` parses each text in ``groups``.
     """
 
     name: Name = key("adamw", "Optimizer.", choices=get_args(Name))
@@ -108,7 +108,7 @@ class OptimizerConfig:
 
     @property
     def parsed_groups(self) -> tuple[ParameterGroup, ...]:
-        """List of the parameter groups, parsed from the texts in ``groups``."""
+        """Parameter groups that the texts in ``groups`` describe, in the same order."""
         return tuple(map(ParameterGroup.of, self.groups))
 
 

@@ -23,12 +23,12 @@ _HALF = np.uint64(32)
 
 
 def zeros(*shape: int) -> np.ndarray:
-    """Return zeroed accumulators for exact sums, as int64. ``*shape``: shape of the sums."""
+    """Return accumulators of exact sums with value 0, as int64 (``*shape``, SLOTS). ``*shape``: shape of the sums."""
     return np.zeros((*shape, SLOTS), np.int64)
 
 
 def add_squares(values: Array, digits: np.ndarray) -> None:
-    """Add the squares of float32 or float64 host ``values`` exactly to the accumulator ``digits``, in place."""
+    """Add the squares of ``values`` (float32 or float64, on the host) exactly to the accumulator ``digits``."""
     # Afterwards each digit is below 2^32, so accumulators of 2^31 ranks can be added.
     if values.dtype == np.float32:
         _add_float32(values.view(np.uint32), digits)
@@ -39,7 +39,7 @@ def add_squares(values: Array, digits: np.ndarray) -> None:
 
 
 def rounded(digits: np.ndarray) -> np.ndarray:
-    """Return the sums in the accumulators ``digits``, each rounded to the nearest float64."""
+    """Return the float64 values of the exact sums in the accumulators ``digits``, rounded to nearest."""
     sums = [_rounded(row) for row in digits.reshape(-1, SLOTS)]
     return np.array(sums, np.float64).reshape(digits.shape[:-1])
 

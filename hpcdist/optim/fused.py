@@ -25,7 +25,7 @@ def adam(
     count: int,
     working: Array | None = None,
 ) -> None:
-    """Run one Adam step in place on ``weights``, first moments ``m`` and second moments ``v``, with ``gradient``."""
+    """Run one Adam step: update ``weights``, first moments ``m`` and second moments ``v`` in place."""
     # g = scale * gradient;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
     # w -= rate (m' / (sqrt(v') + epsilon) + decay w),  m' = m / (1 - beta1^count),  v' = v / (1 - beta2^count)
     # If count is 0, m' = m and v' = v.
@@ -56,7 +56,7 @@ def momentum(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Run one SGD step with momentum in place on ``weights`` and ``velocity``, with ``gradient``."""
+    """Run one step of SGD with momentum: update ``weights`` and ``velocity`` in place."""
     # g = scale * gradient + decay * w;  velocity = momentum * velocity + g;  w -= rate * velocity
     # With Nesterov momentum: w -= rate * (g + momentum * velocity).
     g_share, v_share = kernels.momentum_factors(momentum, nesterov)
@@ -87,7 +87,7 @@ def sgd(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Run a plain SGD step in place: weights -= rate * (scale * gradient + decay * weights)."""
+    """Run one step of SGD without momentum: weights -= rate * (scale * gradient + decay * weights)."""
     if isinstance(decay, TensorOptions):
         kernels.launch_update("plain", weights, gradient, (), working, decay, scale, rate)
         return

@@ -32,7 +32,7 @@ THREADS: Final = 256  # per block
 
 
 class TensorOptions(NamedTuple):
-    """Bounds of all tensors of a model and their optimizer settings, as arguments of a GPU kernel."""
+    """Arguments of a GPU kernel: bounds and optimizer settings of each tensor in the flat parameter vector."""
 
     bounds: Array  # (tensors, 2), int64: start and end of each tensor, ascending
     options: Array  # (tensors, 2), float64: weight decay and factor of the rate
@@ -49,10 +49,10 @@ def launch_adam_direction(
     tensors: TensorOptions,  # weight decays
     *scalars: float,  # factor of the gradient, the six results of `moment_factors`, epsilon
 ) -> None:
-    """Update m and v on a GPU, and write the Adam update of ``weights`` for ``gradient`` to ``step``.
+    """Update the moments m and v on a GPU, and write Adam's update direction of ``weights`` to ``step``.
 
-    Add the sums of squares of weights and updates to ``partial``, an array that `partial_sums` made. ``tensors``: the
-    tensors in ``weights``, with their weight decays.
+    Also add the sums of squares of ``weights`` and ``step`` to ``partial``, a result of `partial_sums`. ``tensors``:
+    bounds and weight decays of the tensors.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -60,18 +60,18 @@ def launch_adam_direction(
 def launch_scaled_direction(
     weights: Array, gradient: Array, step: Array, partial: Array, tensors: TensorOptions, scale: float
 ) -> None:
-    """Write ``scale`` times ``gradient`` to ``step`` on a GPU, and add squares of weights and step to ``partial``."""
+    """Write ``scale * gradient`` to ``step`` on a GPU. Add the squares of ``weights`` and ``step`` to ``partial``."""
     _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return a zeroed GPU array for partial sums of squares of ``tensors`` with ``size`` elements."""
+    """Return a zeroed GPU array for the sums of squares of ``tensors`` tensors with ``size`` elements in total."""
     # The sums have the same bits if the flat vector is processed in ranges that are split at multiples of `TILE`.
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return each tensor's sums of squares of weights and of updates, as float64 of shape (tensors, 2)."""
+    """Return a float64 array (tensors, 2): sums of squares of weights and of update directions, per tensor."""
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums
@@ -86,10 +86,10 @@ def launch_update(
     tensors: TensorOptions,  # weight decay and rate factor of each tensor
     *scalars: float,
 ) -> None:
-    """Launch the GPU kernel ``name`` of `hpcdist.optim.fused`. The gradient is not changed.
+    """Launch the update kernel ``name`` on a GPU. The kernel does not change ``gradient``.
 
-    ``slots``: optimizer state vectors. ``working``: array for rounded weights, or None. ``tensors``: weight decays and
-    rate factors. ``*scalars``: kernel constants.
+    ``slots``: optimizer state vectors. ``working``: array for the rounded weights, or None. ``tensors``: weight decay
+    and learning rate factor of each tensor. ``*scalars``: constants for the kernel.
     """
     # Kernels, with their slots and scalars ("scale" multiplies the gradient):
     # "adam": m and v; scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
@@ -125,7 +125,7 @@ def _types(weights: Array, gradient: Array, working: Array) -> dict[str, Any]:
 
 
 def launch_sum_of_squares(*pieces: Array) -> Array:
-    """Return the sum of squares of the GPU arrays ``*pieces``, as a 0-dimensional float64 GPU array."""
+    """Return the sum of the squares of all elements of the GPU arrays ``*pieces``, as a 0-d float64 GPU array."""
     blocks = min(max(1, -(-max(values.size for values in pieces) // (THREADS * PACK))), BLOCKS)
     partial = namespace(pieces[0]).empty(blocks, np.float64)
     for number, values in enumerate(pieces):
@@ -136,7 +136,7 @@ def launch_sum_of_squares(*pieces: Array) -> Array:
 
 
 def launch_convert(values: Array, into: Array, add: bool = False) -> None:
-    """Write ``values`` to ``into`` on a GPU, converted to its dtype, or add them if ``add`` is True. Round once."""
+    """Write ``values`` to ``into`` on a GPU, or add them if ``add``. Round once, to the dtype of ``into``."""
     types: dict[str, Any] = {"REAL": np.float32, "GRADIENT": values.dtype, "WORKING": into.dtype}
     CUDA_SOURCE.launch("convert", *elementwise(values.size, PACK), values, into, values.size, int(add), **types)
 
@@ -156,7 +156,7 @@ def adam_direction(
     decay: float,
     count: int,
 ) -> None:
-    """Update Adam's moments m and v, and overwrite ``gradient`` with the update direction (without learning rate)."""
+    """Update Adam's moments m and v. Overwrite ``gradient`` with the update, before the learning rate is applied."""
     # The direction is m' / (sqrt(v') + epsilon) + decay * weights, with the gradient scale * gradient. m' and v' are m
     # and v, bias-corrected if ``count``, the number of applied updates, is positive.
     scalars = (scale, *moment_factors(betas, count), epsilon, decay)
@@ -165,7 +165,7 @@ def adam_direction(
 
 
 def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
-    """Return beta1, 1 - beta1, beta2, 1 - beta2, and the bias corrections of m and v after ``count`` updates."""
+    """Return (beta1, 1 - beta1, beta2, 1 - beta2, bias correction of m, of v) after ``count`` updates."""
     beta1, beta2 = betas
     corrections = (1.0 / (1.0 - beta1**count), 1.0 / (1.0 - beta2**count)) if count else (1.0, 1.0)
     return beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections
@@ -173,9 +173,9 @@ def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
 
 @jit
 def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
-    """Update Adam's moments m and v of element ``i`` with the gradient ``g``. Return the update.
+    """Update element ``i`` of Adam's moments m and v for the gradient g. Return the update before the learning rate.
 
-    The update does not contain the learning rate. Other arguments: results of `moment_factors`, and epsilon.
+    ``beta1`` to ``correct2``: the six results of `moment_factors`.
     """
     mean = m[i] * beta1 + g * rest1
     square = v[i] * beta2 + g * g * rest2
@@ -212,7 +212,7 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update the momentum state ``velocity``, and overwrite ``gradient`` with the update direction of ``weights``."""
+    """Update the momentum state ``velocity``. Overwrite ``gradient`` with the update direction for ``weights``."""
     # g = scale * gradient + decay * weights; velocity = momentum * velocity + g. The step is the velocity or, with
     # Nesterov momentum, g + momentum * velocity.
     g_share, v_share = momentum_factors(momentum, nesterov)
@@ -221,7 +221,7 @@ def momentum_direction(
 
 
 def momentum_factors(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """Return the factors (a, b) of the momentum step a * gradient + b * velocity."""
+    """Return (a, b) of the update direction a * gradient + b * velocity of SGD with (Nesterov) momentum."""
     return (1.0, momentum) if nesterov else (0.0, 1.0)
 
 
@@ -268,7 +268,7 @@ def _descend_ufuncs(weights, step, rate):  # type: ignore[no-untyped-def]
 def descend_with_velocity(
     weights: Array, gradient: Array, velocity: Array, *, rate: float, momentum: float, decay: float
 ) -> None:
-    """Set velocity = momentum * velocity + rate * (gradient + decay * weights). Subtract it from ``weights``."""
+    """Set velocity = momentum * velocity + rate * (gradient + decay * weights), then weights -= velocity."""
     _velocity_loop(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
 
 
@@ -281,7 +281,7 @@ def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type:
 
 
 def sum_of_squares(values: Array) -> Any:
-    """Return the float64 sum of squares of ``values``: a float, or a 0-dimensional array for a GPU array."""
+    """Return the float64 sum of squares of ``values``, as a float or, if ``values`` is on a GPU, as a 0-d array."""
     if is_device(values):
         return launch_sum_of_squares(values)
     sums = np.zeros(LANES)
@@ -293,7 +293,7 @@ def sum_of_squares(values: Array) -> Any:
 # replicas on different CPUs would diverge.
 @jit
 def add_squares(values: Any, sums: Any, phase: Any) -> None:
-    """Add the square of element i of ``values`` to ``sums[(phase + i) % LANES]``, for all i. Sums are float64."""
+    """Add the square of element i of ``values`` to ``sums[(phase + i) % LANES]`` in float64, for all i."""
     # If phase is the index of values[0] in its tensor, modulo LANES, several calls give the same bits as one call.
     # First complete the row of lanes that the previous block left. Then element k of each row goes to lane k, without a
     # modulus. The last row may be shorter.
@@ -312,7 +312,7 @@ def add_squares(values: Any, sums: Any, phase: Any) -> None:
 
 @jit
 def total(sums: Any) -> Any:  # (LANES,)
-    """Return the total of the partial sums from `add_squares`. Overwrites ``sums``."""
+    """Return the total of ``sums``, the partial sums of `add_squares`. Overwrites ``sums``."""
     half = LANES // 2  # a fixed tree with independent additions per level
     while half:
         left, right = sums[:half], sums[half : 2 * half]
@@ -323,7 +323,7 @@ def total(sums: Any) -> Any:  # (LANES,)
 
 
 def round_into(master: Array, working: Array) -> None:
-    """Write ``master`` to ``working`` of any dtype, rounded once to nearest even. Overflow becomes infinity."""
+    """Write ``master`` to ``working``, rounded to nearest even in the dtype of ``working``. Overflow gives infinity."""
     if master.dtype != np.float32 or not is_16bit_float(working.dtype):
         working[...] = master
     elif is_device(master):
@@ -333,7 +333,7 @@ def round_into(master: Array, working: Array) -> None:
 
 
 def widen(working: Array, wide: Array) -> None:
-    """Convert the 16-bit floats ``working`` to float32 and write them to ``wide``."""
+    """Write the 16-bit floats ``working`` to the float32 array ``wide``."""
     if is_device(working):
         launch_convert(working, wide)
     else:
@@ -341,7 +341,7 @@ def widen(working: Array, wide: Array) -> None:
 
 
 def add_rounded(working: Array, addend: Array) -> None:
-    """Add the float32 array ``addend`` to the 16-bit array ``working`` in place. Compute in float32, and round once."""
+    """Add the float32 array ``addend`` to the 16-bit array ``working`` in float32, then round to 16 bits. In place."""
     if is_device(working):
         launch_convert(addend, working, add=True)
         return
@@ -362,7 +362,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return example arguments to compile a kernel with: ``buffers`` arrays and ``scalars`` numbers, per dtype."""
+    """Return a list of example argument tuples, one per dtype: ``buffers`` arrays, then ``scalars`` numbers."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

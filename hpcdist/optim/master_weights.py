@@ -20,7 +20,7 @@ from hpcdist.optim.base import Copy, ElementWise, LayerWise, SegmentWise, Sums, 
 
 
 class MasterWeights(WrappedOptimizer):
-    """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits."""
+    """Optimizer for 16-bit parameters. ``inner`` updates a float32 copy, which is then rounded to the parameters."""
 
     def __init__(
         self, inner: SegmentWise, layout: Layout, parts: Range | Sequence[Range], *, ledger: Ledger | None, on: str
@@ -48,21 +48,21 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 weights of this object in the range ``piece``. Write them, rounded, to ``master``.
+        """Update this object's float32 weights in ``piece``. Write the rounded weights to the 16-bit ``master``.
 
-        ``direction``: the store of update directions. ``norms``: sums of `partial_norms`, or None.
+        ``direction``: store that `direction` got as ``gradient``. ``norms``: sum over the ranks of `partial_norms`.
         """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)
 
     def round_into(self, working: FlatStore) -> None:
-        """Write this rank's float32 weights to ``working``, rounded to the 16-bit dtype of ``working``."""
+        """Round this rank's float32 weights to the 16-bit dtype of ``working``, and write them to ``working``."""
         for part in self.parts:
             kernels.round_into(self.weights.range(part), working.range(part))
 
 
 def rounded(store: FlatStore, dtype: np.dtype) -> FlatStore:
-    """Return a copy of the float32 parameters ``store`` on the host, rounded to the 16-bit ``dtype``."""
+    """Return a new host store with the float32 parameters in ``store``, rounded to the 16-bit ``dtype``."""
     copy = FlatStore(store.layout, dtype, store.parts)
     kernels.round_into(store.array, copy.array)
     return copy

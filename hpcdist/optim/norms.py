@@ -22,7 +22,7 @@ from hpcdist.optim import exact, kernels
 
 
 def sum_of_block_squares(blocks: Iterable[Array]) -> float:
-    """Return the sum of squares of host arrays, bitwise equal to `kernels.sum_of_squares` of their concatenation."""
+    """Return the sum of squares of host arrays, with the bits of `kernels.sum_of_squares` of one concatenated array."""
     sums, seen = np.zeros(kernels.LANES), 0
     for block in blocks:
         kernels.add_squares(block, sums, seen % kernels.LANES)
@@ -31,7 +31,7 @@ def sum_of_block_squares(blocks: Iterable[Array]) -> float:
 
 
 class Norms:
-    """Sums of squares of the weights and of the update directions of each of ``count`` tensors, on the host."""
+    """Sums of squares of weights and of update directions on the host, for each of ``count`` tensors."""
 
     def __init__(self, count: int) -> None:
         self._sums = np.zeros((count, 2))
@@ -44,7 +44,7 @@ class Norms:
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add the squares of the weights and update directions of tensor ``tensor`` in the flat range ``where``."""
+        """Add the squares of ``weights`` and directions ``step`` in the flat range ``where`` of tensor ``tensor``."""
         if (tensor, where.start) != (self._tensor, self._stretch.stop):
             self._close()
             self._tensor, self._stretch = tensor, Range(where.start, where.start)
@@ -55,7 +55,7 @@ class Norms:
         self._stretch = Range(self._stretch.start, where.stop)
 
     def sums(self) -> np.ndarray:  # (tensors, 2)
-        """Return the sums of squares, of shape (tensors, 2): weights in column 0, update directions in column 1."""
+        """Return an array (tensors, 2): sums of squares of the weights, and of the update directions."""
         self._close()
         return self._sums
 
@@ -66,7 +66,7 @@ class Norms:
 
 
 class GpuNorms:
-    """Sums of squares of each tensor's weights and update directions, computed by GPU kernels."""
+    """Sums of squares of weights and of update directions per tensor, computed by GPU kernels."""
 
     def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
         self.partial, self._tensors = kernels.partial_sums(size, len(tensors.bounds)), tensors
@@ -79,7 +79,7 @@ class GpuNorms:
 
 
 class ExactNorms:
-    """Sums of squares of each tensor's weights and update directions, computed without rounding."""
+    """Sums of squares of weights and of update directions per tensor, computed without rounding."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)
@@ -102,7 +102,7 @@ _WIDEN = 1 << 14  # 16-bit elements to widen at a time: 64 KiB of float32 fit in
 def sum_of_squares(
     store: FlatStore, parts: Range | Sequence[Range] | None = None, watched: Sequence[Range] = ()
 ) -> float:
-    """Return the sum of squares in the flat ranges ``parts``, or NaN if the ranges ``watched`` are not finite."""
+    """Return the sum of squares in the flat ranges ``parts``, or NaN if a value in ``watched`` is not finite."""
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
     if watched:
@@ -148,7 +148,7 @@ def _squares_of_halves(values: np.ndarray) -> Any:
 
 
 def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (exact.SLOTS,)
-    """Return the exact sum of squares of a host ``store`` in the flat ranges ``parts``, without padding."""
+    """Return the accumulator of the exact sum of squares in the flat ranges ``parts`` of a host ``store``."""
     # `exact.rounded` converts the result to a float, which is not finite if an element is not finite.
     digits = exact.zeros()
     for _, where in chain.from_iterable(map(store.layout.within, parts)):
@@ -158,7 +158,7 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 
 
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
-    """Return the factor that clips a gradient norm to ``limit`` (0: no limit). Raises NonFiniteError."""
+    """Return the factor that clips a gradient to the norm ``limit`` (0: no clipping). Raises NonFiniteError."""
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
             f"the squared norm of the gradient is {norm_squared}, but must be finite; "
@@ -172,7 +172,7 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
 
 
 def first_nonfinite(store: FlatStore, elements: Range | None = None) -> str | None:
-    """Return the name of the first tensor of ``store`` with a NaN or infinity in ``elements``, or None."""
+    """Return the name of the first tensor with a NaN or infinity in the flat range ``elements``, or None."""
     for segment, where in store.tensors() if elements is None else store.layout.within(elements):
         if not all(bool(namespace(values).isfinite(values).all()) for values in store.blocks(where)):
             return segment.key

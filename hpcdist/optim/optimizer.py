@@ -29,7 +29,7 @@ from hpcdist.optim.config import OptimizerConfig
 
 
 class AdamMomentSlots(SegmentWise):
-    """Base class of AdamW and LAMB, which keep Adam's two moments and compute the update direction from them."""
+    """Base class of AdamW and LAMB. Both compute the update direction from Adam's two moments."""
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
 
@@ -48,7 +48,7 @@ class AdamMomentSlots(SegmentWise):
 
 
 class AdamW(AdamMomentSlots, ElementWise):
-    """AdamW: Adam with decoupled weight decay. By default, tensors such as biases do not decay."""
+    """AdamW: Adam with decoupled weight decay. Biases and norm scales do not decay by default."""
 
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
@@ -72,7 +72,7 @@ _LARGEST: Final = 1e30
 
 
 class Lamb(AdamMomentSlots, LayerWise):
-    """LAMB: the direction of AdamW, scaled per tensor by the ratio of weight norm and direction norm."""
+    """LAMB: update direction of AdamW, times (norm of the weights / norm of the direction) of each tensor."""
 
     def _direction_all(
         self,
@@ -100,7 +100,7 @@ class Lamb(AdamMomentSlots, LayerWise):
 
 
 class Sgd(ElementWise):
-    """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2."""
+    """SGD with Polyak's (1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2, or no momentum."""
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
 
@@ -164,11 +164,11 @@ class Lars(LayerWise):
         self._correction = self._rate / before if before and self.config.momentum_correction else 1.0
 
     def state(self) -> dict[str, float]:
-        """Return the number of updates and the learning rate of the last update."""
+        """Return {"count": number of updates, "rate": learning rate of the most recent update}."""
         return {**super().state(), "rate": self._rate}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the optimizer from ``state``. Without a learning rate in it, use the scheduled rate."""
+        """Restore the optimizer from ``state``. If ``state`` has no learning rate, use the scheduled rate."""
         super().restore(state)
         self._factor = 1.0
         self._rate = float(state.get("rate", self.learning_rate if self.count else 0.0))
@@ -226,7 +226,7 @@ def build(
     on: str = "cpu",  # device of the state, "cpu" or "gpu"
     make_slot: Callable[[str], FlatStore] | None = None,  # allocates a state vector such as "m"
 ) -> SegmentWise:
-    """Return a new optimizer ``config.name`` with master weights of ``dtype`` in the flat ranges ``parts``."""
+    """Return a new optimizer ``config.name`` for weights of ``dtype`` in the flat ranges ``parts`` of this rank."""
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot
     )

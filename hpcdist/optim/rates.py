@@ -22,7 +22,7 @@ from hpcdist.optim.config import OptimizerConfig, Scaling
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Schedule of the global batch size, which can grow in stages."""
+    """Number of samples of each step of a run. The number can grow in stages."""
 
     final: int  # samples per step after the last stage
     stages: tuple[tuple[int, int], ...] = ()  # (end in samples since the start of the run, samples per step)
@@ -32,14 +32,14 @@ class BatchSchedule:
         return next((size for first, last, size in self._steps() if first <= step < last), self.final)
 
     def samples_before(self, step: int) -> int:
-        """Return the number of samples in all steps before step number ``step``, counted from 0."""
+        """Return the total number of samples in the steps 0 to ``step`` - 1."""
         samples = after = 0
         for first, last, size in self._steps():
             samples, after = samples + size * (min(step, last) - min(step, first)), last
         return samples + self.final * max(0, step - after)
 
     def steps_for(self, samples: int) -> float:
-        """Return the number of steps that the first ``samples`` samples of the run take, as an unrounded number."""
+        """Return the number of steps, which may have a fraction, of the first ``samples`` samples of the run."""
         start = 0
         for end, size in self.stages:
             if samples <= end:
@@ -49,7 +49,7 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of samples per step: one for each growth stage, and the final one."""
+        """Samples per step in each growth stage, in time order, and finally after the last stage."""
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
@@ -68,14 +68,14 @@ class BatchSchedule:
 def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
     """Return the schedule of a global batch that grows in stages to ``final`` samples per step.
 
-    ``warmup``: list (end, batch, end, batch, ...). Each stage ends after ``end`` samples in total, and has ``batch``
-    samples per step. Raises ConfigurationError.
+    ``warmup``: list (end, batch, end, batch, ...), with two numbers per stage. A stage has ``batch`` samples per step,
+    and ends after ``end`` samples, counted from the start of the run. Raises ConfigurationError.
     """
     setting = f"run.batch_warmup = {list(warmup)}"
     if len(warmup) % 2:
         raise ConfigurationError(
-            f"{setting} has an odd length, {len(warmup)}; expected two numbers per warm-up stage: the samples of the "
-            "run until the stage ends, and the samples per step, e.g. [3200, 32, 16000, 64]"
+            f"{setting} has an odd length, {len(warmup)}; expected two numbers per warm-up stage: the total number of "
+            "samples at the end of the stage, and the samples per step, e.g. [3200, 32, 16000, 64]"
         )
     stages = tuple(zip(warmup[::2], warmup[1::2], strict=True))
     for (start, _), (end, size) in pairwise([(0, 0), *stages]):
@@ -104,14 +104,14 @@ SMOOTHING: Final = 0.98  # weight of earlier measurements in the mean: about 50 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Estimate of gradient noise: squared norm of the true gradient, and trace of the samples' gradient covariance."""
+    """Estimates of the squared norm of the true gradient, and of the trace of the covariance of sample gradients."""
 
     gradient_squared: float
     trace: float
 
     @property
     def noise_scale(self) -> float:
-        """Gradient noise scale in samples (arXiv:1812.06162), or NaN if the estimated squared norm is not positive."""
+        """Gradient noise scale (arXiv:1812.06162) in samples, or NaN if ``gradient_squared`` is not positive."""
         # If the Hessian is a multiple of the identity, a run with B samples per step takes 1 + noise_scale / B times
         # the smallest number of steps, and 1 + B / noise_scale times the smallest number of samples.
         return self.trace / self.gradient_squared if self.gradient_squared > 0.0 else math.nan
@@ -120,8 +120,8 @@ class NoiseEstimate:
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
     """Estimate the gradient noise from the mean gradients of a small and a big batch.
 
-    ``small_squared``, ``big_squared``: squares of their norms. ``inverse_small``: 1 / samples of the small batch.
-    ``big``: samples of the big batch.
+    ``small_squared``, ``big_squared``: squared norms of the two mean gradients. ``inverse_small``: 1 / (number of
+    samples in the small batch). ``big``: number of samples in the big batch.
     """
     # The mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two sizes b < B give
     # unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
@@ -132,13 +132,13 @@ def estimate_noise(small_squared: float, inverse_small: float, big_squared: floa
 
 
 class SmoothedNoise:
-    """Moving averages of a `NoiseEstimate` over steps, corrected for the start value 0."""
+    """Exponential moving averages of `NoiseEstimate` over steps, corrected for the initial value 0."""
 
     def __init__(self) -> None:
         self._weight = self._gradient_squared = self._trace = 0.0
 
     def add(self, estimate: NoiseEstimate) -> None:
-        """Add one training step's estimate of the gradient noise to the moving average."""
+        """Update the moving averages with the estimate of one training step."""
         rest = 1.0 - SMOOTHING
         self._weight = SMOOTHING * self._weight + rest
         self._gradient_squared = SMOOTHING * self._gradient_squared + rest * estimate.gradient_squared
@@ -146,17 +146,17 @@ class SmoothedNoise:
 
     @property
     def mean(self) -> NoiseEstimate:
-        """Moving average of the gradient noise estimates, or NaN before the first call of `add`."""
+        """The moving averages, as a `NoiseEstimate` with NaN before the first call of `add`."""
         if not self._weight:
             return NoiseEstimate(math.nan, math.nan)
         return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
 
     def state(self) -> dict[str, float]:
-        """Return the moving averages of the gradient noise, to be saved in a checkpoint."""
+        """Return the moving averages as a dict of numbers, to save in a checkpoint."""
         return {"weight": self._weight, "gradient_squared": self._gradient_squared, "trace": self._trace}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the moving averages from a result of `state`. An empty dict resets the averages."""
+        """Restore the moving averages from ``state``, a result of `state`. An empty dict resets the averages."""
         self._weight = float(state.get("weight", 0.0))
         self._gradient_squared, self._trace = float(state.get("gradient_squared", 0)), float(state.get("trace", 0))
 
@@ -171,28 +171,26 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOptimizerConfig(OptimizerConfig):
-    """Optimizer settings for a batch size that grows in stages, as returned by `resolve_rate`."""
-
-    # The learning rate is for the final batch size.
+    """Optimizer settings from `resolve_rate` for a batch that grows. ``learning_rate`` is for the final batch size."""
 
     batches: BatchSchedule
     rule: Scaling  # adapts the learning rate to earlier batch sizes
     ramp_samples: int  # learning-rate warm-up in samples; 0: use ``warmup_steps``
 
     def growth(self, update: int) -> float:
-        """Return the learning rate factor for the batch size of update number ``update``, counted from 1."""
+        """Return the factor of the learning rate for the batch size in update number ``update``, counted from 1."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
-        """Return the fraction of the peak learning rate in update number ``update``, counted from 1, of the warm-up."""
+        """Return the fraction of the peak learning rate in warm-up update number ``update``, counted from 1."""
         if self.ramp_samples:
             return min(1.0, self.batches.samples_before(update) / self.ramp_samples)
         return update / self.warmup_steps
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return a copy of ``config`` whose learning rate fits the batch sizes in the schedule ``batches``."""
-    # The peak rate of ``config`` is for ``base_batch`` samples per step. The result has the warm-up in updates.
+    """Return a copy of ``config`` whose peak learning rate is scaled from ``base_batch`` to the size of ``batches``."""
+    # The result has the warm-up in updates.
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
     rate = config.learning_rate * RULES[config.scaling](growth)
@@ -204,7 +202,7 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return a log text on the growth of the batch size, rate scaling and warm-up, or ""."""
+    """Return a log text about batch growth, learning rate scaling and warm-up in samples, or "" if all are off."""
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:
         last = batches.stages[-1][0]
@@ -228,7 +226,7 @@ SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> float:
-    """Return the learning rate of update number ``update``, from 1 to ``total_steps``."""
+    """Return the learning rate of update number ``update``, which counts from 1 to ``total_steps``."""
     assert not (config.base_batch or config.warmup_samples), "call resolve_rate first"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0
     if isinstance(config, StagedOptimizerConfig):

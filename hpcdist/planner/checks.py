@@ -27,7 +27,7 @@ from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
 class LayoutProblem(NamedTuple):
-    """Reason why a layout is impossible: name of the violated limit, and message for the user."""
+    """Violated limit that makes a layout impossible: name of the limit, and message for the user."""
 
     limit: str
     text: str
@@ -36,9 +36,9 @@ class LayoutProblem(NamedTuple):
 def grid_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield a problem for each impossible data, pipeline, tensor, context or expert parallel size of ``layout``.
+    """Yield a problem for each data, pipeline, tensor, context or expert size of ``layout`` that is impossible.
 
-    ``description``: model. ``cluster``: its devices. ``global_batch``: samples per step.
+    Sizes must suit the model ``description``, the devices of ``cluster``, and ``global_batch`` samples per step.
     """
     yield from _devices(layout, cluster)
     yield from _tensor(description, layout)
@@ -49,9 +49,9 @@ def grid_problems(
 
 
 def order_problems(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield a problem for each impossible pipeline schedule, number of chunks or micro-batch size of ``layout``.
+    """Yield a problem if the schedule, the number of chunks or the micro-batch size of ``layout`` is impossible.
 
-    ``description``: model. ``global_batch``: samples per step.
+    Schedule and sizes must suit the model ``description`` and a step of ``global_batch`` samples.
     """
     if layout.chunks > 1:
         parts = layout.pipeline * layout.chunks
@@ -271,7 +271,7 @@ MOST_DEVICES: Final = 10_000_000
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings about a possible but slow ``layout``, such as tensor ranks on several nodes."""
+    """Return warnings about slow choices in a valid ``layout``, such as tensor ranks on several nodes."""
     texts, node = [], cluster.node.devices
     if layout.tensor > node:
         texts.append(
@@ -297,9 +297,9 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield a `LayoutProblem` for each reason, except lack of memory, why ``layout`` is impossible.
+    """Yield a `LayoutProblem` for each violated limit of ``layout``, except device memory.
 
-    ``description``: model. ``global_batch``: samples per step.
+    ``description``: the model to train. ``global_batch``: number of samples per step.
     """
     invalid = tuple(LayoutProblem("value", text) for text in layout.invalid_fields())
     wrong = (*size_problems(description, layout.devices, global_batch), *invalid)
@@ -311,9 +311,9 @@ def shape_problems(
 
 
 def size_problems(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield a problem for each number (model size, batch, devices) that exceeds the planner's limits.
+    """Yield a problem for each size of the model, and for ``devices`` and ``global_batch``, above the planner's limits.
 
-    ``description``: model. ``global_batch``: samples per step.
+    ``description``: sizes of the model. ``global_batch``: number of samples per step.
     """
     for name, most in MOST.items() if description.shape else ():
         size = getattr(description.shape, name)
@@ -330,7 +330,7 @@ def size_problems(description: ModelDescription, devices: int, global_batch: int
 
 
 def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutProblem | None:
-    """Return a problem if ``memory`` exceeds the device memory or ``limit_bytes`` (0: no limit), else None."""
+    """Return a problem if ``memory`` exceeds the device memory or a positive ``limit_bytes``, else None."""
     limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
     if memory.bytes <= limit:
         return None
@@ -379,12 +379,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout``, or () if the layout is for another program."""
+    """Return the reasons why hpcdist cannot run ``layout``. A layout of another program, such as Megatron, gives ()."""
     return () if layout.kernels.is_published else refusals(layout)
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist could not run ``layout``. A layout of another program is checked, too."""
+    """Return the reasons why hpcdist cannot run ``layout``, even if the layout is for another program."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

@@ -14,7 +14,7 @@ ZERO3_RATIOS: Final = (1.26, 1.5, 1.92)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Memory use of the device with the highest use, in bytes."""
+    """Memory, in bytes by purpose, of the device with the highest memory use."""
 
     terms: Mapping[str, float]  # by use: parameters, gradients, optimizer, activations, messages, scratch, reserved
     limit_bytes: float
@@ -23,23 +23,23 @@ class MemoryEstimate:
 
     @property
     def bytes(self) -> float:
-        """Total memory use of the device, in bytes."""
+        """Sum of all memory terms of the device, in bytes."""
         return sum(self.terms.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the total memory use fits into the device memory."""
+        """True if the sum of all memory terms is at most ``limit_bytes``."""
         return self.bytes <= self.limit_bytes
 
     @property
     def largest_term(self) -> str:
-        """Name of the largest memory term."""
+        """Name, such as "activations", of the memory term with the most bytes."""
         return max(self.terms, key=lambda name: self.terms[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """Estimated time of a training step in seconds."""
+    """Estimated seconds of a training step, by phase, and bytes sent per device, by axis."""
 
     # Computation: "forward", "backward", "recompute", "update" (optimizer). Communication that is not hidden: "tensor",
     # "context", "expert", "pipeline" (messages on these axes), "data" (gradients and parameters), "rows" (gradients of
@@ -56,18 +56,18 @@ class TimeEstimate:
 
     @property
     def step_s(self) -> float:
-        """Total seconds of a step."""
+        """Estimated seconds of a training step in total."""
         return self.least_s if UNPROVEN in self.terms else sum(self.terms.values())
 
     @property
     def modelled_s(self) -> float:
-        """Seconds of a step by the formulas alone, without adjustment to published measurements."""
+        """Seconds of a step without the terms "correction" and "unproven", which match published measurements."""
         return sum(seconds for name, seconds in self.terms.items() if name not in (CORRECTION, UNPROVEN))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopEstimate:
-    """FLOPs of a training step on all devices, with or without recomputation and masked query-key pairs."""
+    """FLOPs of a training step on all devices, counted in four ways."""
 
     model_flops: float  # forward and backward
     hardware_flops: float  # also recomputation
@@ -77,20 +77,20 @@ class FlopEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnergy:
-    """Energy of a training step on all nodes."""
+    """Energy of a training step on all nodes in joules, by consumer."""
 
     terms: Mapping[str, float]  # joules of "devices", "hosts", "network" and "cooling"
     device_w: float  # mean power of a device
 
     @property
     def joules(self) -> float:
-        """Total energy of the step in joules."""
+        """Sum of the energy of all consumers, in joules."""
         return sum(self.terms.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """Expected time, energy and price of a training run with checkpoints and failures. None: unknown."""
+    """Expected time, energy and price of a run with checkpoints and failures. Unknown values are None."""
 
     steps: int
     work_s: float
@@ -108,7 +108,7 @@ class RunEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate:
-    """Estimated memory, time, FLOPs, energy and price of a training with one layout."""
+    """Plan of a training with one layout: estimated memory, time, FLOPs, energy and price."""
 
     layout: ParallelLayout
     global_batch: int
@@ -125,17 +125,17 @@ class PlanEstimate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, without checkpoints and failures."""
+        """Estimated seconds of a step, without the time of checkpoints and failures."""
         return self.timing.step_s
 
     @property
     def modelled_mfu(self) -> float:
-        """MFU by the formulas alone, without adjustment to published measurements."""
+        """Model FLOPs utilisation (MFU) for the step time ``timing.modelled_s``, not adjusted to measurements."""
         return self.work.model_flops / (self.timing.modelled_s * self.peak_flops)
 
     @property
     def is_capped(self) -> bool:
-        """Whether the planned MFU was lowered to the best MFU published for such devices."""
+        """True if the plan lowers the MFU to the best MFU published for devices of this type."""
         return UNPROVEN in self.timing.terms
 
     @property
@@ -145,15 +145,15 @@ class PlanEstimate:
 
     @property
     def exact_mfu(self) -> float:
-        """MFU that counts only the query-key pairs that the attention mask leaves visible."""
+        """MFU without the FLOPs of query-key pairs that the attention mask hides."""
         return self.work.exact_flops / (self.step_s * self.peak_flops)
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: FLOPs including recomputation / (step time * peak FLOP rate)."""
+        """Hardware FLOPs utilisation (HFU): (FLOPs with recomputation) / (step time * peak FLOP rate)."""
         return self.work.hardware_flops / (self.step_s * self.peak_flops)
 
     @property
     def exact_hfu(self) -> float:
-        """HFU without the FLOPs of masked query-key pairs that attention kernels skip."""
+        """HFU without the FLOPs of the masked query-key pairs that attention kernels do not compute."""
         return self.work.executed_flops / (self.step_s * self.peak_flops)

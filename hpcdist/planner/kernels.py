@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 
 
 class Kernels:
-    """Assumptions about the kernels, memory, overlap and features of a training program, by default hpcdist."""
+    """Assumptions about a training program: kernels, memory, overlap and features. The base class is for hpcdist."""
 
     name: ClassVar[str] = "hpcdist"
     is_published: ClassVar[bool] = False  # compared with published trainings, and not run by hpcdist
@@ -42,15 +42,15 @@ class Kernels:
     blocks_on_messages: ClassVar[bool] = False  # a pipeline rank cannot compute until its messages are complete
 
     def update_bytes(self, optimizer_bytes: int, gradient_bytes: int, *, is_narrow: bool) -> int:
-        """Return the memory traffic of gradient norm and optimizer update, in bytes per parameter.
+        """Return the bytes per parameter that gradient norm and optimizer update read and write in memory.
 
-        ``optimizer_bytes``: traffic of the update. ``gradient_bytes``: size of a stored gradient element.
+        ``optimizer_bytes``: bytes of the update alone. ``gradient_bytes``: size of a stored gradient element.
         """
         return 2 * gradient_bytes + optimizer_bytes
 
 
 class Megatron(Kernels):
-    """Megatron-LM as published, before FlashAttention."""
+    """Megatron-LM as in the papers from before FlashAttention."""
 
     # arXiv:2104.04473, section 4.1: split messages between pipeline ranks. arXiv:2205.05198: formulas of activations,
     # selective recomputation, sequence parallelism.

@@ -37,7 +37,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Parallel sizes, schedule and precision of a training, and the program that trains."""
+    """Parallel sizes, pipeline schedule and precision of a training, and name of the training program."""
 
     data: int = 1
     pipeline: int = 1
@@ -64,7 +64,7 @@ class ParallelLayout:
     gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
-        """Return a copy of the layout in which the keyword arguments replace fields."""
+        """Return a copy of the layout with the keyword arguments as new values of fields."""
         layout = object.__new__(ParallelLayout)  # faster than `dataclasses.replace`
         layout.__dict__.update(self.__dict__, **changed)
         if len(layout.__dict__) > len(self.__dict__):
@@ -76,27 +76,27 @@ class ParallelLayout:
 
     @property
     def kernels(self) -> Kernels:
-        """The `Kernels` object of the training program, such as Megatron, that the layout is for."""
+        """The `Kernels` object, with assumptions about the training program ``implementation``."""
         return KERNELS[self.implementation]
 
     @property
     def channels(self) -> bool:
-        """True if a collective uses all links of a node at once, as with NCCL; False as with MPI."""
+        """True if collectives use all links of a node at once. NCCL does, MPI does not."""
         return self.library == "nccl" if self.library else self.kernels.library == "nccl"
 
     @property
     def computes_in(self) -> str:
-        """Data type of activations, of their gradients, and of matrix products."""
+        """Data type of activations, of activation gradients, and of matrix products."""
         return "float32" if self.activations == "float32" and self.precision in HALVES else self.precision
 
     @property
     def devices(self) -> int:
-        """Number of devices: data x pipeline x tensor x context, plus parameter servers."""
+        """Number of devices: data * pipeline * tensor * context + servers."""
         return self.data * self.pipeline * self.tensor * self.context + self.servers
 
     @property
     def options(self) -> list[str]:
-        """Texts for the enabled options, such as "full recomputation"."""
+        """List of texts that name the options that are in use, such as "full recomputation"."""
         words = {
             f"experts / {self.expert}": self.expert > 1,
             f"{self.recompute} recomputation": self.recompute != "none",
@@ -122,16 +122,13 @@ class ParallelLayout:
                 yield f"{name} = {value!r}; {hint}choose one of {accepted}"
 
     def microbatches(self, global_batch: int) -> int:
-        """Return the number of micro-batches per replica in a step of ``global_batch`` samples.
-
-        The last micro-batch may be smaller.
-        """
+        """Return the number of micro-batches per replica in a step. The last micro-batch may be smaller."""
         return -(-global_batch // (self.data * self.microbatch))
 
 
 @lru_cache(maxsize=65536)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of ``number`` in ascending order."""
+    """Return all divisors of ``number``, including 1 and ``number``, in ascending order."""
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 

@@ -72,10 +72,10 @@ def plan(
     limit_bytes: float = 0.0,  # limit up to which gradient buckets grow; 0: the device memory
     flow: MicrobatchFlow | None = None,  # micro-batch times of this layout, if computed already
 ) -> PlanEstimate:
-    """Estimate memory, time, energy and price of ``steps`` training steps.
+    """Plan a run of ``steps`` training steps: estimate memory, time, energy and price.
 
-    ``description``: model. ``global_batch``: samples per step. Raises ConfigurationError for an unsupported
-    precision.
+    ``description``: the model to train. ``global_batch``: number of samples per step. Raises ConfigurationError for an
+    unsupported precision.
     """
     # The caller must check that the layout is possible. The memory estimate may exceed the device memory.
     footprint = memory(description, layout, cluster, global_batch)
@@ -119,7 +119,7 @@ def plan(
 
 
 def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the shortest step time in s that the MFU limit of ``cluster`` allows, or 0 if there is no limit.
+    """Return the step time in s at the highest MFU that ``cluster`` allows, or 0 if any MFU is allowed.
 
     ``flops``: FLOPs of the step.
     """
@@ -130,27 +130,28 @@ def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> fl
 
 
 def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
-    """Return the peak FLOP/s of a device in the precision of its matrix products."""
+    """Return the peak FLOP/s of a device in the precision in which ``layout`` computes matrix products."""
     peaks = cluster.device.peak_flops
     if layout.computes_in not in peaks:
         raise ConfigurationError(
             f"the device {cluster.device.name!r} of the cluster {cluster.name!r} has no peak FLOP rate for "
-            f"{layout.computes_in}; choose a precision of {', '.join(peaks)}, or add the rate to the cluster file"
+            f"{layout.computes_in}; choose one of the precisions {', '.join(peaks)}, or add the peak FLOP rate to the "
+            "cluster file"
         )
     return peaks[layout.computes_in]
 
 
 def peak_share(flops: FlopEstimate, times: TimeEstimate | MicrobatchFlow, total_peak_flops: float) -> float:
-    """Return the fraction of the peak FLOP rate that the devices reach while they compute.
+    """Return the fraction of the peak FLOP rate that the devices reach in the computing phases of a step.
 
-    ``flops``: FLOPs of a step. ``times``: seconds of its phases. ``total_peak_flops``: peak FLOP/s of all devices.
+    ``flops``: FLOPs of the step. ``times``: seconds per phase. ``total_peak_flops``: peak FLOP/s of all devices.
     """
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, flops.executed_flops / (computing_s * total_peak_flops)) if computing_s else 0.0
 
 
 def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the size in bytes of a checkpoint of the model ``description``."""
+    """Return the bytes of a checkpoint of the model, in the precision of ``layout``."""
     whole = unsharded(layout)
     is_half = whole.parameter < 4  # then the optimizer has the float32 master, and the 16-bit copy is not saved
     return description.parameters * float(whole.optimizer + (0 if is_half else whole.parameter))
@@ -205,16 +206,17 @@ def _unproven(
 
 
 def is_known_too_fast(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if the formulas predict too short step times: for ZeRO-3 on an uncalibrated cluster."""
+    """Return True if the formulas underestimate the step time, as for ZeRO-3 on an uncalibrated cluster."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
 def run(
     steps: int, step_s: float, energy: StepEnergy, checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster
 ) -> RunEstimate:
-    """Return the expected time, energy and price of ``steps`` steps. Raises UsageError if ``steps`` < 1.
+    """Return expected time, energy and price of ``steps`` steps with checkpoints and failures.
 
-    ``step_s``: seconds of a step. ``energy``: energy of a step. ``checkpoint_bytes``: size of a checkpoint.
+    ``step_s``, ``energy``: time and energy of one step. ``checkpoint_bytes``: size of a checkpoint. Raises UsageError
+    if ``steps`` is less than 1.
     """
     if steps < 1:
         raise UsageError(f"run.steps must be at least 1, got {steps}")
@@ -255,18 +257,18 @@ def run(
 
 
 def mtbf_s(layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the mean time in s between node failures that end the job."""
+    """Return the mean time in s between two node failures in the job. Each failure ends the job."""
     return cluster.failures.node_mtbf_s / nodes_of(layout, cluster)
 
 
 def save_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s in which all nodes write a checkpoint of ``checkpoint_bytes`` bytes in parallel."""
+    """Return the seconds to write a checkpoint of ``checkpoint_bytes`` bytes from all nodes in parallel."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     return checkpoint_bytes / min(storage.write_bytes_per_s, nodes * storage.node_write_bytes_per_s)
 
 
 def restart_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s from a failure to the next step, including reading ``checkpoint_bytes`` bytes."""
+    """Return the seconds from a failure to the next step, with the time to read the checkpoint."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     reading_s = checkpoint_bytes / min(storage.read_bytes_per_s, nodes * storage.node_read_bytes_per_s)
     return cluster.failures.restart_s + reading_s
@@ -283,10 +285,9 @@ def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster:
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the energy of a training step on all nodes, by consumer such as devices and cooling.
+    """Return the energy of a training step on all nodes, by consumer, such as "devices" and "cooling".
 
-    ``timing``: step time by phase. ``peak_share``: fraction of the peak FLOP rate that devices reach while they
-    compute.
+    ``timing``: step time by phase. ``peak_share``: fraction of the peak FLOP rate reached during computation.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
@@ -311,9 +312,9 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(phase: str, peak_share: float) -> float:
-    """Return the utilisation of a device, 0 to 1, in a ``phase`` of a step, such as "update".
+    """Return the utilisation of a device, from 0 to 1, in the ``phase`` of a step, such as "update".
 
-    ``peak_share``: fraction of the peak FLOP rate reached during computation.
+    ``peak_share``: fraction of the peak FLOP rate that the device reaches in computing phases.
     """
     if phase in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
@@ -323,12 +324,12 @@ def utilisation(phase: str, peak_share: float) -> float:
 
 
 def power_w(device: Device, utilisation: float) -> float:
-    """Return the power of ``device`` in W at ``utilisation`` (0: idle power, 1: peak power)."""
+    """Return the power of ``device`` in W. ``utilisation`` 0 means idle power, and 1 means peak power."""
     return device.idle_w + (device.peak_w - device.idle_w) * utilisation
 
 
 def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the power in W of all nodes, with cooling, during a checkpoint or restart."""
+    """Return the power in W, including cooling, of all nodes of the job during a checkpoint or restart."""
     nodes, site = nodes_of(layout, cluster), cluster.site
     devices_w = (
         devices_held(layout, cluster) * power_w(cluster.device, WAITING_UTILISATION) if cluster.device.peak_w else 0.0
@@ -337,17 +338,17 @@ def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
 
 
 def nodes_of(layout: ParallelLayout, cluster: Cluster) -> int:
-    """Return the number of nodes that ``layout`` needs."""
+    """Return the smallest number of nodes whose devices suffice for ``layout``."""
     return -(-layout.devices // cluster.node.devices)
 
 
 def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
-    """Return the number of devices on the nodes of ``layout``, including unused devices."""
+    """Return the number of devices, used or unused, on the nodes of ``layout``."""
     return max(layout.devices, min(cluster.devices, nodes_of(layout, cluster) * cluster.node.devices))
 
 
 def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings about energy terms of ``cluster`` that are unknown or assumed."""
+    """Return warnings about terms of the energy that are unknown for ``cluster``, or based on assumptions."""
     terms = (
         (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
         (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),

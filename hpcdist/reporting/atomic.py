@@ -25,13 +25,13 @@ def temporary_path(path: Path) -> Path:
 
 
 def create(path: Path, mode: int = 0o666) -> int:
-    """Create the file ``path`` with permissions ``mode``. Return a write descriptor. Raises OSError if it exists."""
+    """Create ``path`` with permissions ``mode``. Return a write descriptor. Raises OSError if the file exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a file that replaces ``path`` unless the block raises. ``durable``: sync it to disk. Raises OSError."""
+    """Yield a new file that replaces ``path`` if the block succeeds. ``durable``: also fsync it. Raises OSError."""
     new = temporary_path(path)
     descriptor = create(new, mode)
     try:
@@ -55,7 +55,7 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
 
 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
-    """Replace ``path`` by ``content`` atomically. On failure, raises StorageError with the advice ``cure``."""
+    """Replace ``path`` by ``content`` atomically. ``cure``: advice in the StorageError that is raised on failure."""
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def discard(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename ``path`` to the first free ``path.damaged-N``. Return the new path, or None if renaming fails."""
+    """Rename ``path`` to ``path.damaged-N`` with the lowest free N. Return the new path, or None if renaming fails."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
@@ -91,9 +91,12 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path, older_s: float = LEFT_S, target_name: str = "") -> None:
-    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures."""
-    # ``older_s=0`` is unsafe while other processes write.
-    prefix = f".{target_name}." if target_name else "."  # of the temporary files of this file alone
+    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
+
+    ``target_name``: name of the target whose temporary files are removed, or "" for all targets. ``older_s`` = 0 is
+    unsafe while other processes write.
+    """
+    prefix = f".{target_name}." if target_name else "."  # of the temporary files to remove
     with suppress(OSError):
         for entry in list(os.scandir(directory)):
             if not (_NAME.fullmatch(entry.name) and entry.name.startswith(prefix)):

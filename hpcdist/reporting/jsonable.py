@@ -14,7 +14,7 @@ def json_number(value: float) -> float | None:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert ``value``, of nested dataclasses, mappings and sequences, to an object that `json.dumps` accepts."""
+    """Return ``value``, which may nest dataclasses, mappings and sequences, as an object that `json.dumps` accepts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):

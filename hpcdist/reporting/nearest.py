@@ -24,12 +24,12 @@ SYNONYMS: Final = {
 
 
 def synonym(name: str) -> str:
-    """Return hpcdist's key for the setting ``name`` of other tools, such as "lr", or "" if there is no such key."""
+    """Return hpcdist's equivalent of ``name``, a name in other tools such as "lr", or "" if there is no equivalent."""
     return SYNONYMS.get(name.lower().replace("-", "_"), "")
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate that is a `synonym` of ``name``, else the most similar candidate, or None."""
+    """Return the candidate that is a `synonym` of ``name``, else the most similar one above ``cutoff``, or None."""
     from difflib import get_close_matches  # late: needed only for errors
 
     names, here = list(candidates), synonym(name)
@@ -38,7 +38,7 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def suggestion(name: str, candidates: Iterable[str], ending: str = "") -> str:
-    """Return a hint for the unknown ``name``: the most similar candidate, or all candidates and ``ending``."""
+    """Return a hint for an unknown ``name``. It names the nearest candidate, or lists all candidates and ``ending``."""
     names = list(candidates)
     near = nearest(name, names)
     if near is not None:

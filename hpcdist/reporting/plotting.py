@@ -26,7 +26,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
+        raise MissingCapabilityError(f"plots need matplotlib; run pip install 'hpcdist[analysis]' ({error})") from error
     return matplotlib.figure
 
 
@@ -88,7 +88,7 @@ def draw_gantt(
     character: float = 0.0,  # width of a label character on the time axis; 0: no labels
     font: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw ``bars`` on ``axes``, with the style of each kind. Return the drawn kinds, in the order of ``styles``."""
+    """Draw ``bars`` on ``axes``. ``styles``: {kind of bar: style}. Return the drawn kinds, ordered as in ``styles``."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
         spans.setdefault((bar.kind, bar.row), []).append((bar.begin, bar.end - bar.begin))
@@ -106,7 +106,7 @@ def draw_gantt(
 
 
 def label_rows(axes: Any, rows: Sequence[str], max_labels: int | None = None) -> None:
-    """Label the y axis of a Gantt chart with at most ``max_labels`` names of ``rows``, the first at the top."""
+    """Label the y axis of a Gantt chart with ``rows``, top to bottom. ``max_labels``: label at most this many rows."""
     count = len(rows)
     shown = count if max_labels is None else min(count, max_labels)
     named = [position * (count - 1) // max(1, shown - 1) for position in range(shown)]
@@ -212,12 +212,12 @@ def chart_style() -> Iterator[None]:
 
 
 def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = NARROW) -> str:
-    """Return an SVG element drawn by ``draw(axes)``. ``key``: prefix of its element ids. ``size``: in inches."""
+    """Return the SVG element that ``draw(axes)`` draws. ``key``: prefix of ids. ``size``: (width, height) in inches."""
     return figure_svg(key, lambda figure: draw(figure.subplots()), size)
 
 
 def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return an SVG element drawn by ``draw(figure)``. ``key``: prefix of its element ids. ``size``: in inches."""
+    """Return the SVG element that ``draw(figure)`` draws. ``key``: prefix of ids. ``size``: (width, height), inches."""
     matplotlib = require_matplotlib()
     text = io.StringIO()
     with chart_style(), warnings.catch_warnings():
@@ -230,7 +230,7 @@ def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float])
 
 
 def embed_svg(text: str, key: str) -> str:
-    """Return the SVG file content ``text`` of matplotlib as an HTML element. ``key``: prefix of its element ids."""
+    """Return ``text``, an SVG file written by matplotlib, as an element for HTML pages. ``key``: prefix of its ids."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)

@@ -31,18 +31,18 @@ MOST_BYTES: Final = 16 << 20  # more than any settings, record or figure file ne
 
 
 class DamagedFileError(StorageError):
-    """Error: the content of a file is damaged or has another format. A retry will not help."""
+    """Error for a file whose content is damaged or has an unexpected format. A retry will not help."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return True if ``error``, raised while reading a file, means that its content is damaged."""
+    """Return True if ``error``, raised while reading a file, means that the content of the file is damaged."""
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the file ``path`` if ``error`` means damage. Return (True if so, text to append to a warning)."""
+    """Rename the file ``path`` if ``error`` means damage. Return (True if damaged, text to append to a warning)."""
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
     aside = atomic.set_aside(path)
@@ -52,7 +52,7 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 
 @contextmanager
 def damage(path: str | os.PathLike[str], message: str = "is damaged") -> Iterator[None]:
-    """Context: raise DamagedFileError with ``message`` for an invalid file ``path``, StorageError if unreadable."""
+    """Context manager for reading ``path``. Raises DamagedFileError with ``message``, or StorageError if unreadable."""
     try:
         yield
     except HpcdistError:
@@ -64,7 +64,7 @@ def damage(path: str | os.PathLike[str], message: str = "is damaged") -> Iterato
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open ``path`` for reading, and return the descriptor. Raises OSError if it is no regular file."""
+    """Open ``path`` for reading, and return the descriptor. Raises OSError if ``path`` is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -89,7 +89,7 @@ def read(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> bytes:
 
 
 def text(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> str:
-    """Return the UTF-8 text of a regular file. Raises UnicodeDecodeError, or OSError above ``max_bytes`` bytes."""
+    """Return the UTF-8 text of a regular file. Raises UnicodeDecodeError, or OSError if longer than ``max_bytes``."""
     return read(path, max_bytes).decode()
 
 
@@ -99,7 +99,7 @@ def toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def settings(path: Path, file_kind: str) -> dict[str, Any]:
-    """Parse the user's TOML file ``path``, called ``file_kind`` in errors. Raises StorageError, ConfigurationError."""
+    """Return the TOML file ``path`` as a dict. ``file_kind``: noun in the StorageError or ConfigurationError."""
     try:
         return toml(path)
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def toml_of(toml_text: str) -> dict[str, Any]:
 
 
 def json_value(path: str | os.PathLike[str], max_bytes: int = MOST_BYTES) -> Any:
-    """Parse a JSON file. Raises OSError above ``max_bytes`` bytes, and ValueError if the file is not JSON."""
+    """Return the value in a JSON file. Raises OSError if longer than ``max_bytes``, and ValueError if not JSON."""
     try:
         return json.loads(read(path, max_bytes))
     except RecursionError:
@@ -146,7 +146,7 @@ def json_or_none(path: str | os.PathLike[str]) -> Any:
 
 
 def json_objects(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object on each line of the file ``path``. Skips other lines. A missing file has no lines."""
+    """Yield each line of ``path`` that is a JSON object, as a dict. Skips other lines. A missing file has no lines."""
     try:
         lines = read(path, 64 << 20).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -166,7 +166,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write ``files``, {path: text}. Raises UsageError if a file exists with another text, unless ``force``."""
+    """Write ``files``, {path: text}. Raises UsageError if a file exists with a different text, unless ``force``."""
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
     except OSError as error:

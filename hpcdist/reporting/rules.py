@@ -65,7 +65,7 @@ class Rule:
         return first + with_others + (why if why[:1] in ("", " ") else f": {why}") + f"; {cure}"
 
     def is_known(self, values: Values) -> bool:
-        """Return True if ``values`` contain all keys of this rule."""
+        """Return True if ``values``, {key: value}, contain all keys of this rule."""
         return self.conditions.keys() <= values.keys() and self.given.keys() <= values.keys()
 
     def _settings(self, values: Values) -> str:
@@ -94,8 +94,8 @@ def rule(
 ) -> Rule:
     """Return the `Rule` that forbids the settings ``terms``, such as "run.steps>1 with run.mode=fast|slow".
 
-    ``why``, ``cure``: reason and advice in the error message. ``relation(*values)``: must also be true for the rule to
-    be broken.
+    The rule is broken if all ``terms`` hold and ``relation(*values)`` is true, where ``values`` are the values of the
+    settings in ``terms``. ``why``, ``cure``: reason and advice in the error message.
     """
     # " with " and " where " join conditions, which must all hold. The message omits the conditions after " where ".
     # {NAME} stands for the values of the keyword NAME, joined by "|". Conditions on the value of KEY:
@@ -108,7 +108,7 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield a `Rule` for each of ``terms``, which replaces * in ``form``. ``why``: reason in messages."""
+    """Yield one `Rule` per term of ``terms``: ``form`` with * replaced by the term. ``why``: reason in the message."""
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
@@ -172,12 +172,12 @@ def one_of(key: str, choices: Iterable[str]) -> Rule:
 
 
 def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
-    """Return the `Rule` that ``holds(value)`` must be true for ``key``. ``expected``: advice in the error message."""
+    """Return the `Rule` that ``holds(value of key)`` must be true. ``expected``: advice in the error message."""
     return Rule({key: Condition(lambda value: not holds(value))}, cure=expected)
 
 
 def refusals(rules: Iterable[Rule], values: Values) -> Iterator[str]:
-    """Yield the error message of each rule that ``values`` break. Rules on keys not in ``values`` are skipped."""
+    """Yield the message of each rule that ``values``, {key: value}, break. Skips rules on keys not in ``values``."""
     yield from filter(None, (rule.refusal(values) for rule in rules if rule.is_known(values)))
 
 

@@ -61,7 +61,7 @@ class Key:
     path: bool | str = False  # the value is a path; a text: only values that contain this text are paths
 
     def bounds(self, *, signs: bool) -> str:
-        """Return the bounds as text: "at least 0 and below 1", or ">= 0 and < 1" if ``signs``."""
+        """Return the bounds of valid values as text: "at least 0 and below 1", or ">= 0 and < 1" if ``signs``."""
         limits = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
         parts = [
             f"{_SIGNS[word] if signs else word} {_number(limit)}" for word, limit in limits.items() if limit is not None
@@ -73,7 +73,7 @@ class Key:
         return f"{text} {self.unit}".rstrip() + (f", or {_number(self.off)}" if self.off is not None else "")
 
     def is_valid(self, value: Any) -> bool:
-        """Return True if ``value``, a value of this key or an item of its list, is valid."""
+        """Return True if ``value`` is valid. ``value``: value of this key, or one item if the key has a list."""
         if value in self.choices or (self.off is not None and value == self.off) or (self.word and value == self.word):
             return True
         if self.choices or self.valid is not None:
@@ -156,7 +156,7 @@ class Field(NamedTuple):
         return f"{self.kind} {key.bounds(signs=True)}".rstrip() + (f" or {key.word}" if key.word else "")
 
     def rule(self, section: str) -> Rule | None:
-        """Return the `Rule` that this key of ``section`` has a valid value, or None if all values are valid."""
+        """Return the `Rule` that this key of section ``section`` must be valid, or None if all values are valid."""
         key, label = self.key, f"{section}.{self.name}"
         names, bounds = ", ".join(map(str, key.choices)), key.bounds(signs=False)
         if key.valid is not None:
@@ -176,9 +176,9 @@ class Field(NamedTuple):
         return must(label, is_valid, f"{text}. Meaning: {meaning}")
 
     def convert(self, value: Any, label: str, source: str, base: Path) -> Any:
-        """Return ``value`` in the type of this key. Raises ConfigurationError if its type is wrong.
+        """Return ``value`` converted to the type of this key. Raises ConfigurationError if ``value`` has another type.
 
-        ``label``, ``source``: names of the key and of its file in errors. ``base``: directory of relative paths.
+        ``label``: name of the key in errors. ``source``: file name in errors. ``base``: directory for relative paths.
         """
         value = plain_number(value)
         if value == self.key.word and self.key.word:
@@ -219,7 +219,7 @@ def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError if ``section``, called ``name``, has an invalid value or breaks one of ``rules``."""
+    """Raise ConfigurationError if ``section`` has an invalid value or breaks a rule. ``name``: name of the section."""
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 
 
@@ -232,7 +232,7 @@ class TableFormat:
     names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)  # valid names in the table of a key
 
     def read(self, kind: Any, table: Mapping[str, Any], place: str = "") -> Any:
-        """Return an object of the dataclass ``kind`` from a TOML ``table``. ``place``: prefix of keys in errors."""
+        """Return an instance of the dataclass ``kind``, filled from ``table``. ``place``: prefix of keys in errors."""
         fields = fields_of(kind)
         check_names(table, fields, place)
         values = {
@@ -250,7 +250,7 @@ class TableFormat:
         if field.is_leaf:
             return self.leaf(raw, field, where)
         if (raw is None or raw == []) and field.default is dataclasses.MISSING:
-            section = f"[[{where}]] is missing: at least one is needed" if field.is_list else f"[{where}] is missing"
+            section = f"[[{where}]] is missing; add at least one" if field.is_list else f"[{where}] is missing"
             raise ConfigurationError(f"the section {section}")
         if field.is_list:
             if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
@@ -288,14 +288,14 @@ class TableFormat:
 
 
 def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
-    """Raise ConfigurationError for a key of ``table`` that is not in ``names``. ``place``: text before this key."""
+    """Raise ConfigurationError if a key of ``table`` is not in ``names``. ``place``: prefix of the key in the error."""
     for key in table:
         if key not in names:
             raise ConfigurationError(f"unknown field {place}{key}; {suggestion(key, names)}")
 
 
 def toml_value(value: Any) -> str:
-    """Return ``value`` as TOML text. Raises ConfigurationError for invalid Unicode."""
+    """Return ``value`` as TOML text. Raises ConfigurationError if a text is not valid Unicode."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{toml_value(name)} = {toml_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, list | tuple):

@@ -20,7 +20,7 @@ def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Format rows as aligned lines of text. ``left``: indices of left-aligned columns; others are right-aligned."""
+    """Return ``rows`` as a list of aligned lines. ``left``: left-aligned columns. Other columns are right-aligned."""
     count = len(rows[0])
     widths = [max(len(row[column]) for row in rows) for column in range(count)]
     signs = ["<" if column in left or column - count in left else ">" for column in range(count)]
@@ -31,7 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Insert an empty line into a text table where the group changes. ``groups``: group of each row."""
+    """Return ``lines``, a text table, with empty lines between groups. ``groups``: group of each line but the first."""
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
         if at and groups[at] != groups[at - 1]:
@@ -74,7 +74,7 @@ class Figure(Generic[Record]):
         return format(value if self.scale is None else value / self.scale, self.form)
 
     def why_unknown(self, record: Record) -> str:
-        """Return the reason why the value of ``record`` is unknown, or "" if the figure does not apply to it."""
+        """Return the reason why the value of ``record`` is unknown, or "" if the record has no such value."""
         return self.reason(record)
 
     @property
@@ -95,12 +95,12 @@ class Catalogue(Generic[Record]):
         return [head, *([figure.text(record) for figure in self.figures] for record in records)]
 
     def aligned(self, records: Sequence[Record], left: Collection[int] = (0,)) -> list[str]:
-        """Return the lines of a text table, and the notes of `missing`. ``left``: indices of left-aligned columns."""
+        """Return the lines of a text table, then the lines of `missing`. ``left``: indices of left-aligned columns."""
         notes = self.missing(records)
         return [*aligned(self.rows(records), left), *([""] if notes else []), *notes]
 
     def markdown(self, records: Sequence[Record]) -> list[str]:
-        """Return the lines of a Markdown table with a row per record, followed by the notes of `missing`."""
+        """Return the lines of a Markdown table with a row per record, followed by the lines of `missing`."""
         return [*markdown(self.rows(records)), *(f"\n{note}" for note in self.missing(records))]
 
     def jsonable(self, records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -112,12 +112,12 @@ class Catalogue(Generic[Record]):
         return csv_text([figure.name for figure in self.figures], self.jsonable(records))
 
     def unknown(self, record: Record) -> dict[str, str]:
-        """Return {heading: reason why its value is unknown} for ``record``."""
+        """Return {heading of a figure: reason} for the figures whose value is unknown for ``record``."""
         without = [figure for figure in self.figures if figure.value(record) is None]
         return {figure.heading: reason for figure in without if (reason := figure.why_unknown(record))}
 
     def missing(self, records: Sequence[Record]) -> list[str]:
-        """Return one line per reason for missing values. It names the affected figures and records."""
+        """Return a list of lines, one per reason for unknown values. A line names the affected figures and records."""
         names: dict[tuple[str, str], list[str]] = {}
         for record in records:
             for heading, reason in self.unknown(record).items():
@@ -130,7 +130,7 @@ class Catalogue(Generic[Record]):
 
 
 def csv_text(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    """Return CSV text with the columns ``names``. ``rows``: {name: value}; unknown values are empty."""
+    """Return CSV text with the columns ``names``. ``rows``: dicts {name: value}. Missing values become empty cells."""
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
     writer.writeheader()

@@ -38,7 +38,7 @@ def templates(
 
 
 def extended(existing: Templates, name: str, base: str, text: str) -> Templates:
-    """Return ``existing`` with a new template ``name``: the template ``base`` with its blocks replaced by ``text``."""
+    """Return a copy of ``existing`` with a new template ``name``: ``base`` with the blocks that ``text`` redefines."""
     assert existing.loader is not None
     over = jinja2.DictLoader({name: f'{{% extends "{base}" %}}\n{text}'})
     return existing.overlay(loader=jinja2.ChoiceLoader([over, existing.loader]))

@@ -12,12 +12,12 @@ _BYTES: Final = re.compile(r"([0-9]{1,19})([KMGTP]?)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes in ``text``, such as 4096, 16K or 1m in binary units. Raises ValueError."""
+    """Return the number of bytes that ``text`` states, such as 4096, 16K or 1m (binary units). Raises ValueError."""
     return parse_size(text, "bytes")
 
 
 def parse_size(text: str, noun: str) -> int:
-    """Parse a number such as 4096, 16K or 1M in binary units. ``noun``: unit in the error. Raises ValueError."""
+    """Parse a number such as 4096, 16K or 1M (binary units). ``noun``: unit in the error. Raises ValueError."""
     match = _BYTES.fullmatch(text)
     size = int(match[1]) * UNITS[match[2].upper()] if match else 0
     if match and size > LARGEST_BYTES:
@@ -41,7 +41,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_seconds(value: float | None, digits: int = 3) -> str:
-    """Format the time ``value`` (seconds) in s, ms or us with ``digits`` significant digits. None is "not known"."""
+    """Format ``value`` seconds in s, ms or us with ``digits`` significant digits. None becomes "not known"."""
     if value is None:
         return "not known"
     for least, unit, factor in ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "us", 1e6)):
@@ -63,7 +63,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format the time ``seconds``, counted from 1970, as UTC text."""
+    """Format ``seconds`` since 1970 (Unix time) as date and time in UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
@@ -71,7 +71,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_joules(value: float | None) -> str:
-    """Format the energy ``value`` (joules) with a unit. None and non-finite values are "not measured"."""
+    """Format the energy ``value`` (joules) with a unit. None and non-finite values become "not measured"."""
     if value is None or not math.isfinite(value):
         return "not measured"
     for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
@@ -133,7 +133,7 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Join the texts of hosts: "n[1-2]: 4 GPUs; n3: 2 GPUs". Hosts with equal texts are joined."""
+    """Join the ``texts`` of hosts ``labels`` as "n[1-2]: 4 GPUs; n3: 2 GPUs", or return the text if all are equal."""
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):
         groups.setdefault(text, []).append(label)

@@ -27,7 +27,7 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
-    """Return the environment variables that change how MPI sends messages. ``more``: further prefixes."""
+    """Return the environment variables that change how MPI sends messages. ``more``: further prefixes of names."""
     begin = (*MPI_SETTINGS, *more)
     return {
         name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS
@@ -35,21 +35,21 @@ def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """Return {package: version} of the packages on which stored measurements depend."""
+    """Return {package: version} for the packages whose versions affect stored measurements."""
     return {name: package_version(name, "not installed") for name in ("hpcdist", "mpi4py", "numpy")}
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the cache directory for files of a ``kind``: ``$XDG_CACHE_HOME/hpcdist/<kind>``, else below ``~/.cache``.
+    """Return the cache directory of a ``kind``: ``$XDG_CACHE_HOME/hpcdist/<kind>``, or ``~/.cache/hpcdist/<kind>``.
 
-    ``environment``: environment variables. Raises StorageError.
+    ``environment``: environment variables. Raises StorageError if the user has no home directory.
     """
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / kind
     except RuntimeError as error:  # HOME is not set, and the user database has no entry
         raise StorageError(
-            f"there is no directory to keep measurements in ({error}): set HOME, or XDG_CACHE_HOME to a directory"
+            f"the cache directory for measurements is unknown ({error}); set HOME or XDG_CACHE_HOME to a directory"
         ) from error
 
 
@@ -59,7 +59,7 @@ def digest(key: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> str:
-    """Return the text of a regular file that only this user or root can write. Raises OSError, ValueError."""
+    """Return the text of the file ``path``. Raises OSError, or ValueError if another user can write the file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
@@ -82,6 +82,6 @@ def read(path: Path) -> str:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace the file ``path`` by ``content`` as JSON. Creates its directory. Raises OSError."""
+    """Replace the file ``path`` by ``content`` as JSON. Creates the parent directory. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     atomic.write(path, json.dumps(content, indent=1), mode=0o600)

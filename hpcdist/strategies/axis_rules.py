@@ -113,7 +113,7 @@ def of_context() -> Iterator[Rule]:
 
 
 def of_packed() -> Iterator[Rule]:
-    """Yield the `Rule` objects that reject packed documents together with unsupported other settings."""
+    """Yield the `Rule` objects that reject settings that packed documents do not support."""
     yield rule(
         f"data.packed with model.kind!={'|'.join(TRANSFORMERS)}",
         UNBUILT,

@@ -67,7 +67,7 @@ class StrategySettings:
 
 
 def build_exchange(context: RankContext, settings: StrategySettings) -> Exchange:
-    """Return the gradient exchange of this rank that ``settings`` select. Collective over the world."""
+    """Return this rank's gradient exchange, which ``settings`` select. Collective over the world."""
     shards = LogicalShards(context, settings.logical_shards) if settings.logical_shards else None
     if context.experts.size > 1 and not context.portion:
         replicas = expert_replicas(context.data, context.experts.size)
@@ -109,13 +109,13 @@ def server_exchange(
 ) -> Exchange:
     """Return the parameter-server exchange of this rank: a server, a worker or both. Collective over the world.
 
-    ``shards``: sum gradients over these logical shards, in a fixed order. ``compression``: of gradients.
+    ``shards``: logical shards to sum over in a fixed order, or None. ``compression``: gradient compressor, or None.
     """
     algorithms = server_algorithms(config)
     if shards is None and context.algorithm not in algorithms:
         raise ConfigurationError(
             f"communication.algorithm = {context.algorithm!r} is not supported by a parameter server with the "
-            f"consistency {config.described}: its workers do not allreduce "
+            f"consistency {config.described}, because the workers do not allreduce "
             f"gradients{', except within a node' if 'hierarchical' in algorithms else ''}; choose one of "
             f"{', '.join(algorithms)}"
         )
@@ -157,7 +157,7 @@ def build_executor(
     cuda_graph: bool = False,  # run stages as CUDA graphs
     drops: bool = False,  # a stage uses dropout
 ) -> Executor:
-    """Return the executor of this rank's operations in the strategy ``exchange``. Collective over the pipeline."""
+    """Return the executor that runs this rank's operations with ``exchange``. Collective over the pipeline."""
     copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
     arena = Arena(context.ledger, context.on)
     launches = StageGraphs(arena, drops=drops, ledger=context.ledger) if cuda_graph else None
@@ -174,7 +174,7 @@ def operations(
 ) -> list[Operation]:
     """Return a list of this rank's operations for one training step: passes, messages and updates. Local.
 
-    ``copies``: this rank's copies of tied tensors. ``schedule``: passes of each rank, if read from a file.
+    ``copies``: this rank's copies of tied tensors. ``schedule``: passes of each rank, or None for ``parallel.order``.
     """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
@@ -211,9 +211,10 @@ def prove(
     accumulates: bool,
     degrees: ShardingDegrees | None = None,
 ) -> Proof | None:
-    """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective.
+    """Return a proof that the operations of all ranks form one correct step. Collective over the world.
 
-    ``steps``: this rank's operations. ``microbatches``: their number per step. Returns None if too many ranks to check.
+    ``steps``: this rank's operations. ``microbatches``: number of micro-batches per step. Raises ScheduleError if the
+    step is incorrect. Returns None if the world has more than `PROVEN_RANKS` ranks.
     """
     if context.world.size > PROVEN_RANKS:
         return None  # too many lists to gather

@@ -71,15 +71,15 @@ RULES: Final = (
 def exchanges_heads(ranks: int, query_heads: int, key_heads: int) -> bool:
     """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks.
 
-    ``query_heads``, ``key_heads``: numbers of heads of queries, and of keys and values.
+    ``query_heads``: number of query heads. ``key_heads``: number of key heads, which is also the number of value heads.
     """
     return query_heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 
 def resolve_context_method(method: str, ranks: int, query_heads: int, key_heads: int, *, ring: bool = True) -> str:
-    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
+    """Return ``method``, or for "auto" the attention method that sends fewer bytes: "ring" or "all_to_all".
 
-    ``ranks``: context ranks. ``query_heads``, ``key_heads``: numbers of heads.
+    ``ranks``: number of context ranks. ``query_heads``, ``key_heads``: numbers of query heads and key heads.
     """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
@@ -130,13 +130,13 @@ class ParallelConfig:
 
     @property
     def recomputes_layers(self) -> bool:
-        """True if activations are recomputed layer by layer; False if never, or for all layers at once."""
+        """True if activations are recomputed layer by layer. False if they are never recomputed, or all at once."""
         at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
         return self.recompute and self.pipeline == 1 and at_once
 
     @property
     def order(self) -> str:
-        """Name of the schedule; ``auto`` is replaced by the schedule that it selects."""
+        """Name of the schedule. If the recipe says ``auto``, name of the schedule that ``auto`` selects."""
         if self.schedule != "auto":
             return self.schedule
         return "1f1b" if self.pipeline > 1 else "sequential"
@@ -148,7 +148,7 @@ class ParallelConfig:
 
     @property
     def chunks_each(self) -> int:
-        """Number of model chunks per pipeline rank; for a schedule file, the number in that file."""
+        """Number of model chunks per pipeline rank. With a schedule file, the number of chunks in the file."""
         return check_schedule(self.order, self.pipeline, self.microbatches, self.chunks)
 
     def __post_init__(self) -> None:

@@ -42,9 +42,9 @@ DEFAULTS: Final = {
 
 
 def derived(values: Values) -> dict[str, Any]:
-    """Return a dict {recipe key: value}: the recipe ``values``, plus keys that the rules derive from them.
+    """Return a copy of the dict ``values`` {recipe key: value}, with additional keys that the rules check.
 
-    Missing keys have default values in the derivation.
+    The additional values are computed from ``values`` and, for missing keys, from default values.
     """
     get = {**DEFAULTS, **values}.__getitem__
     strategy, compression = get("parallel.strategy"), get("communication.compression")
@@ -65,7 +65,7 @@ def derived(values: Values) -> dict[str, Any]:
 
 
 def refusals(values: Values) -> Iterator[str]:
-    """Yield an error message for each rule that rejects the recipe ``values``. Skip rules whose keys are missing."""
+    """Yield an error message for each rule that rejects ``values``. Skip rules with keys that ``values`` lacks."""
     return rules.refusals(RULES, derived(values))
 
 

@@ -35,7 +35,7 @@ _MAD: Final = 1.4826  # standard deviation over median absolute deviation of a n
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Anomaly of type ``kind`` that began in ``step``, with the measured value, the usual value and a message."""
+    """Anomaly of type ``kind`` that began in ``step``, with a measured value, a reference value and a message."""
 
     kind: str
     step: int
@@ -45,7 +45,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """Detector of anomalies in the steps of a run since its last start. Steps must be passed in order."""
+    """Detector of anomalies in the steps since the last start of a run. Steps must be passed to `of` in order."""
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:
         self.counts: Counter[str] = Counter()  # anomalies so far, by kind
@@ -65,7 +65,7 @@ class Anomalies:
         skipped: bool = False,
         held_up: bool = False,
     ) -> list[Anomaly]:
-        """Return the anomalies that begin in ``step``. ``figures``: figures of this step from `DerivedFigures`."""
+        """Return a list of the anomalies beginning in ``step``. ``figures``: metrics of the step (`DerivedFigures`)."""
         # ``skipped``: the step made no update. ``held_up``: the step includes a checkpoint or a validation, so its
         # speed does not count.
         self._rows += 1

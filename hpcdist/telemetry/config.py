@@ -12,7 +12,7 @@ PORT: Final = 9464
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Section ``[telemetry]``: outputs of metrics in addition to ``metrics.h5``, and reports of anomalies."""
+    """Recipe section ``[telemetry]``: outputs of metrics in addition to ``metrics.h5``, and reports of anomalies."""
 
     jsonl: bool = key(False, "Write events.jsonl in the run directory.")
     tensorboard: bool = key(False, "Write TensorBoard event files in the run directory.")

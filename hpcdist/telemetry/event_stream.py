@@ -44,7 +44,7 @@ class AppendOnlyFile:
             self._write(self._header)
 
     def append(self, record: bytes) -> None:
-        """Append the bytes ``record`` with one write(2), so that readers rarely see an incomplete record."""
+        """Append the bytes ``record`` with one write(2) call, so that readers rarely see an incomplete record."""
         self._pending.append(record)
         while len(self._pending) > 1 and sum(map(len, self._pending)) > PENDING_BYTES:
             del self._pending[0]
@@ -75,7 +75,7 @@ class AppendOnlyFile:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Identity of a run. ``resumed_step``: None without a resume. ``owner``: user, account, partition and QOS."""
+    """Identity of a run. ``resumed_step``: step of the restored checkpoint, or None. ``owner``: see `job_owner`."""
 
     name: str
     directory: Path
@@ -89,21 +89,21 @@ class RunInfo:
 
 
 class StreamSink(Protocol):
-    """Protocol of a sink (output) of a run's events. Its constructor raises an error if the sink cannot work."""
+    """Protocol of a sink, to which a run writes events. The constructor raises an error if the sink cannot work."""
 
     name: str
 
     def write(self, events: Sequence[RunEvent]) -> None:
-        """Write ``events``. Any exception means that these events may be lost."""
+        """Write ``events`` to the sink. After an exception, ``events`` may be lost."""
         ...
 
     def close(self, normal: bool) -> None:
-        """Close the sink. ``normal`` is true if the run ended regularly."""
+        """Close the sink. ``normal``: True if the run ended without an error."""
         ...
 
 
 class EventStream:
-    """Stream that passes events to ``sinks``. Calls ``warn`` with a text when a sink fails or works again."""
+    """Stream that passes events to ``sinks``, and calls ``warn`` with a text when a sink fails or works again."""
 
     def __init__(self, sinks: Sequence[StreamSink], warn: Callable[[str], None]) -> None:
         self.sinks = tuple(sinks)
@@ -111,7 +111,7 @@ class EventStream:
         self._failing: set[str] = set()
 
     def publish(self, events: Sequence[RunEvent]) -> None:
-        """Pass ``events`` to every sink. Errors of sinks are passed to ``warn``, and never raised."""
+        """Pass ``events`` to every sink. Errors of sinks are reported to ``warn``, and not raised."""
         if not events:
             return
         for sink in self.sinks:

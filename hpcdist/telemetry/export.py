@@ -24,7 +24,7 @@ BATCH: Final = 1000  # largest number of metrics in one call of MLflow
 
 
 def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
-    """Return {step: {key of a quantity: value}}. Only sampled steps have times. Raises UsageError without steps."""
+    """Return a dict {step: {metric key: value}}. Only sampled steps have times. Raises UsageError without steps."""
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to export")
     narrow, sample, lock_step = run.run.steps, run.run.sample.steps, bool(run.attributes.get("lock_step", 1))
@@ -61,7 +61,7 @@ def _step_row(sample: Mapping[str, np.ndarray], index: int) -> StepRow:
 
 
 def csv(run: RunData) -> str:
-    """Return the step metrics of ``run`` as CSV text: a heading line of quantity names, then one line per step."""
+    """Return the step metrics of ``run`` as CSV text: a heading line with metric keys, then one line per step."""
     rows = step_metrics(run)
     order = {name: index for index, name in enumerate(QUANTITIES)}
     names = sorted({key for row in rows.values() for key in row}, key=lambda key: (order[split(key)[0]], key))
@@ -69,7 +69,7 @@ def csv(run: RunData) -> str:
 
 
 def to_wandb(run: RunData, folder: Path) -> Path:
-    """Write ``run`` as an offline run of Weights & Biases below ``folder``. Return its directory, for `wandb sync`."""
+    """Write ``run`` below ``folder`` as an offline run of Weights & Biases. Return the directory for `wandb sync`."""
     wandb, rows = _package("wandb"), step_metrics(run)
     with _writing(folder), _environment(WANDB_MODE="offline", WANDB_SILENT="true"):
         log = wandb.init(project=PROJECT, name=run.name, dir=str(folder), config=_settings(run), mode="offline")
@@ -82,7 +82,7 @@ def to_wandb(run: RunData, folder: Path) -> Path:
 
 
 def to_mlflow(run: RunData, folder: Path) -> Path:
-    """Write ``run`` into the MLflow file store ``folder``. Return the directory of the run."""
+    """Write ``run`` into the MLflow file store ``folder``. Return the directory of the run in the file store."""
     mlflow, rows = _package("mlflow"), step_metrics(run)
     with _writing(folder), _environment(MLFLOW_ALLOW_FILE_STORE="true"):
         client = mlflow.MlflowClient(tracking_uri=folder.absolute().as_uri())

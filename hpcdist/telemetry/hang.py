@@ -44,7 +44,7 @@ def _signature(event: RecordedEvent) -> tuple[object, ...]:
 
 
 def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
-    """Return [finding] on the first collective whose arguments differ between ranks, or []. Local."""
+    """Return a list with a `Finding` about the first collective whose arguments differ between ranks, or []. Local."""
     calls: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
     for record in records:
         for event in record.events:
@@ -108,7 +108,7 @@ SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # errors mo
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank in a run that hangs or has ended."""
+    """State and last operation of a rank in a run that hangs or has ended."""
 
     # States: running, finished, raised (an exception), deadline (an operation missed its deadline), stopped (for
     # example by SIGSTOP), silent (the heartbeats ended long before the job), killed (without a message), ended (because
@@ -122,7 +122,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Diagnosis of a run. The first finding is the most likely cause. Without findings, no problem was found."""
+    """Diagnosis of a run. The first finding is the most likely cause. ``findings`` is empty if no problem was found."""
 
     world: int
     findings: tuple[Finding, ...]
@@ -130,11 +130,11 @@ class HangReport:
 
 
 def load(directory: Path, unreadable: dict[int, str] | None = None) -> list[RankRecord]:
-    """Return a `RankRecord` per rank from the flight recorder files in ``directory``. Raises UsageError without files.
+    """Return a list with a `RankRecord` per rank, read from the flight recorder files of the run in ``directory``.
 
-    ``unreadable``: dict to fill with {rank: error}. If it is None, an unreadable file raises StorageError.
+    ``unreadable``: dict to fill with {rank: error text}. If ``unreadable`` is None, an unreadable file raises
+    StorageError. Raises UsageError if there are no files, and StorageError if no file is readable.
     """
-    # With ``damaged``, StorageError is raised only if no file is readable.
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
     records, last = [], None
     for path in sorted(folder.glob("rank-*.rec")):
@@ -163,9 +163,9 @@ def analyse(
     now_ns: int | None = None,
     unreadable: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run from its ranks' ``records``. A wait of ``patience_s`` seconds counts as a hang.
+    """Diagnose a run from the ranks' ``records``. A wait of at least ``patience_s`` seconds counts as a hang.
 
-    ``now_ns``: wall-clock time, or None for the present. ``unreadable``: {rank: error text} of unreadable records.
+    ``now_ns``: wall-clock time in ns, or None to read the clock. ``unreadable``: {rank: error text} of bad records.
     """
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
@@ -302,7 +302,7 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 
 
 class WaitGraph:
-    """Graph of ranks that wait for other ranks. ``culprits``: {rank that others wait for: missed operation}."""
+    """Graph of ranks that wait for other ranks. ``culprits``: dict {awaited rank: operation that the rank missed}."""
 
     # ``waits``: dict from a waiting rank to {awaited rank: operation}.
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:
@@ -352,7 +352,7 @@ class WaitGraph:
         return (reached or 0) < event.sequence
 
     def absent(self) -> list[Finding]:
-        """Return findings about living or finished ranks that did not reach an operation in which other ranks wait."""
+        """Return a list of findings about ranks that did not reach an operation in which other ranks wait."""
         findings: dict[RecordedEvent, list[int]] = defaultdict(list)
         for rank, event in self.culprits.items():
             if self.states.get(rank) in ("running", "finished", "ended", "deadline"):
@@ -375,7 +375,7 @@ class WaitGraph:
         return f"{text}: after {last}, it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
 
     def unexplained(self) -> list[Finding]:
-        """Return a list of findings about ranks that wait in an operation or missed a deadline, of unknown cause."""
+        """Return a list of findings about ranks that wait or missed a deadline. The cause of the waits is unknown."""
         findings = []
         for rank, record in sorted(self.records.items()):
             late = self.states[rank] == "deadline"

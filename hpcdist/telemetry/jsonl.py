@@ -33,7 +33,7 @@ _HEAD: Final = re.compile(rb'\{"time":"[^"]*","time_ns":\d+,"kind":"[a-z_]+","st
 
 
 class JsonLines:
-    """Sink that writes each event as a line of JSON. A resume drops the lines of later steps. Raises StorageError."""
+    """Sink that writes each event as a line of JSON. A resumed run first removes the lines of steps to be repeated."""
 
     name = FILE
 
@@ -53,7 +53,7 @@ class JsonLines:
 
 
 def line(event: RunEvent) -> bytes:
-    """Return an event as a line of JSON, including the newline."""
+    """Return ``event`` as a line of JSON in bytes, including the newline."""
     seconds, ns = divmod(event.time_ns, 1_000_000_000)
     time = datetime.fromtimestamp(seconds, UTC).replace(microsecond=ns // 1000)
     content: dict[str, Any] = {
@@ -83,7 +83,7 @@ def _list(values: np.ndarray) -> str:
 
 
 def drop_after(path: Path, last_step: int) -> None:
-    """Drop incomplete lines, and lines of steps after ``last_step``, from ``path`` atomically. Raises StorageError."""
+    """Remove incomplete lines and lines of steps after ``last_step`` from ``path``. Atomic. Raises StorageError."""
     try:
         with open(regular.open_regular(path), "rb") as file:
             if all(_stays(row, last_step) for row in _rows(file)):

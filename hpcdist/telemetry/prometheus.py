@@ -34,7 +34,7 @@ INFO: Final = quantities.PREFIX + "job_info"
 
 
 class CounterTotals:
-    """Totals of the counters, stored in ``path``. Exported values therefore do not fall when the run starts again."""
+    """Totals of the counters, stored in the file ``path``, so that exported counters do not fall after a restart."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,19 +44,19 @@ class CounterTotals:
         self.shown = dict(self._before)
 
     def show(self, key: str, value: float) -> float:
-        """Return the total to export for counter ``key``. It does not fall when ``value`` restarts from 0."""
+        """Return the total to export for counter ``key``. The total does not fall when ``value`` restarts from 0."""
         if quantities.split(key)[0] not in RESTORED:
             value += self._before.get(key, 0.0)
         self.shown[key] = max(value, self.shown.get(key, 0.0))
         return self.shown[key]
 
     def keep(self) -> None:
-        """Write the totals of all counters to the file, from which the next start continues. Raises StorageError."""
+        """Write the totals of all counters to the file. The next start reads this file. Raises StorageError."""
         write_atomically(self._path, json.dumps(self.shown).encode(), "free space, or set telemetry.prometheus = 'off'")
 
 
 class LatestFigures:
-    """Latest values of all metrics, as a collector of prometheus_client. Another thread may read them."""
+    """Collector for prometheus_client with the latest values of all metrics. Another thread may read these values."""
 
     # Metrics have the labels ``run``, ``jobid`` (without a job, the run's name), and at most one other label. Only the
     # metric `INFO` has labels with the owner of the job.
@@ -85,7 +85,7 @@ class LatestFigures:
         self._values = values  # one assignment, no lock: another thread reads the old mapping or the new one
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metric with the job's owner, then all metrics in the order of `QUANTITIES`."""
+        """Yield the metric family with the job's owner, then all other families in the order of `QUANTITIES`."""
         if self._owner:
             about = self._gauge(INFO, "Owner of the job, in the labels (1)", labels=[*self._labels, *self._owner])
             about.add_metric([*self._labels.values(), *self._owner.values()], 1.0)
@@ -110,12 +110,12 @@ class LatestFigures:
 
 
 def job_identity(run: RunInfo) -> str:
-    """Return the job id of ``run``, or the run's name if it is not in a batch job."""
+    """Return the job id of ``run``, or the run's name if the run is not part of a batch job."""
     return run.jobid or run.name
 
 
 def write_atomically(path: Path, content: bytes, cure: str) -> None:
-    """Replace ``path`` by ``content`` atomically. Raises StorageError with the advice ``cure``."""
+    """Replace the file ``path`` atomically by ``content``. Raises StorageError, whose message ends with ``cure``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path) as file:
@@ -142,7 +142,7 @@ class _Exporter(Protocol):
 
 
 class PrometheusSink:
-    """Sink that exports the latest figures of a run to Prometheus. Raises HpcdistError if it cannot work."""
+    """Sink that exports the latest metrics of a run to Prometheus. Raises HpcdistError if the export fails."""
 
     name = "Prometheus"
 
@@ -219,7 +219,7 @@ class _Server:
             raise
 
     def publish(self) -> None:
-        """Do nothing: the server answers each request with the latest figures."""
+        """Do nothing, because the server answers each request with the latest metrics."""
 
     def _end(self) -> None:
         self._server.shutdown()
@@ -291,7 +291,7 @@ class _Gateway:
         except (OSError, HTTPException, ValueError) as error:
             raise StorageError(
                 f"the metrics of this run cannot be deleted from the Pushgateway at {self._address} ({error}); delete "
-                f"its group {self._group} of job {PUSH_JOB!r} by hand"
+                f"the group {self._group} of the job {PUSH_JOB!r} by hand"
             ) from error
 
 

@@ -25,7 +25,7 @@ def provenance(
     anonymous: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return versions, machine and job as a dict of texts, without unknown values. Local."""
+    """Return a dict of texts that describe versions, machine and job. Unknown values are left out. Local."""
     # The keys are stable: created_utc, git_commit, numpy_version, ...
     values = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     values |= {f"{name}_version": version for name in PACKAGES if (version := package_version(name))}
@@ -44,7 +44,7 @@ def provenance(
 
 
 def git_commit(package: Path) -> str:
-    """Return the commit of the git clone of ``package`` ("+changes" if edited), or "unknown: " and a reason."""
+    """Return the git commit of ``package``, with "+changes" if files were edited, or "unknown: " and a reason."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
@@ -77,7 +77,7 @@ def job_number(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a dict: user, account, partition and QOS of the job. An unknown value is ""."""
+    """Return a dict with the user, account, partition and qos of the job. An unknown value is ""."""
     owner = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
     if not owner["user"]:
         try:

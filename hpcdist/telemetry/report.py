@@ -24,14 +24,14 @@ _HEAD: Final = {"started": "created_utc", "layout": "architecture", "commit": "g
 
 
 def report(run_dir: str | Path, external: ExternalData | None = None) -> RunData:
-    """Read the run in ``run_dir``, which may be running. Raises StorageError without a readable metrics file."""
+    """Return the data of the run in ``run_dir``, which may be running. Raises StorageError without readable metrics."""
     if not (Path(run_dir) / METRICS_FILE).is_file():
         raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
     return run_data.read(Path(run_dir), external)
 
 
 def text(run: RunData) -> str:
-    """Return the report of ``run`` as text: its properties, its figures, and a table of the loss."""
+    """Return the report of ``run`` as text: properties of the run, metrics, and a table of the loss."""
     if run.run is None:
         return f"{run.run_dir}: no step was completed"
     figures, sessions = run.figures, run.figures.get("sessions", 1)
@@ -63,7 +63,7 @@ def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def plot(run: RunData, file: str | Path) -> None:
-    """Plot the loss and the phases of a step of ``run`` into ``file``. Raises HpcdistError."""
+    """Plot the loss and the time of each phase over the steps of ``run``. Save to ``file``. Raises HpcdistError."""
     matplotlib = plotting.require_matplotlib()
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to plot")
@@ -92,29 +92,29 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def catalogue(runs: Sequence[RunData], *, details: bool = True) -> Catalogue[RunData]:
-    """Return the `Catalogue` to compare ``runs``: a column per figure. ``details`` False omits detail figures."""
+    """Return a `Catalogue` to compare ``runs``, with one column per metric. ``details``: include detail metrics."""
     names = {run.run_dir: name for run, name in zip(runs, _names(runs), strict=True)}
     name: Figure[RunData] = Figure("run", lambda run: names[run.run_dir], meaning="last parts of the run directory")
     return Catalogue(name, *(figure for figure in FIGURES if details or not figure.is_detail))
 
 
 def runs_table(runs: Sequence[RunData]) -> tuple[list[list[str]], list[str]]:
-    """Return (table rows, headings first; notes on unknown values) for ``runs``. Empty columns are omitted."""
+    """Return a pair for ``runs``: table rows, headings first, and notes on unknown values. Omit empty columns."""
     figures = catalogue(runs, details=False)
     shown = [figure for figure in figures.figures if any(figure.value(run) not in (None, 0) for run in runs)]
     return Catalogue(*shown).rows(runs), figures.missing(runs)
 
 
 def runs_text(runs: Sequence[RunData]) -> str:
-    """Return a table with one line per run, followed by the reasons why values are unknown."""
+    """Return a text: a table with one line per run, and then the reasons why values are unknown."""
     rows, notes = runs_table(runs)
     return "\n".join([*aligned(rows, left=(0, 1)), *([""] if notes else []), *notes])
 
 
 def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
-    """Return a list of dicts, one per figure: name, values ``before`` and ``after``, and their ratio.
+    """Return a list of dicts, one per metric, with the keys "figure" (name), "before", "after" and "ratio".
 
-    Unknown values are None.
+    Unknown values are None. Metrics that are unknown for both runs are left out.
     """
     rows = []
     for figure in FIGURES:
@@ -127,9 +127,9 @@ def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
 def comparison_text(
     before: RunData, after: RunData, keys: Mapping[str, tuple[str, str]], *, as_markdown: bool = False
 ) -> str:
-    """Return the figures of two runs as a text table, and a table of the recipe keys that differ.
+    """Return a text with a table of the metrics of two runs, and a table of the recipe keys that differ.
 
-    ``keys``: {recipe key: (value before, value after)}. ``as_markdown``: format as Markdown.
+    ``keys``: dict {recipe key: (value before, value after)}. ``as_markdown``: format the tables as Markdown.
     """
     names, figures = _names([before, after]), {figure.name: figure for figure in FIGURES}
     rows = [["", *names, "ratio"]]
@@ -143,9 +143,9 @@ def comparison_text(
 
 
 def draw_runs(picture: Any, runs: Sequence[RunData]) -> None:
-    """Draw losses, and bars of time, memory and bytes, into the figure ``picture``. Raises UsageError."""
+    """Draw loss curves and bars of time, memory and bytes into the matplotlib figure ``picture``. Raises UsageError."""
     if len(runs) > MAX_PLOTTED_RUNS:
-        raise UsageError(f"a plot of {len(runs)} runs cannot be read; give at most {MAX_PLOTTED_RUNS}")
+        raise UsageError(f"a plot of {len(runs)} runs cannot be read; give at most {MAX_PLOTTED_RUNS} runs")
     names = _names(runs)
     grid = picture.add_gridspec(len(PLOTTED), 2, width_ratios=(3, 2))
     losses, colours = (

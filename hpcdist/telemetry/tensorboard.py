@@ -60,13 +60,13 @@ def crc32c(records: Sequence[bytes]) -> np.ndarray:
 
 
 def masked(crcs: np.ndarray) -> np.ndarray:
-    """Return the checksums ``crcs`` (uint32), masked as in TFRecord files."""
+    """Return the uint32 checksums ``crcs`` in the masked form that TFRecord files store."""
     rotated = (crcs >> np.uint32(15)) | (crcs << np.uint32(17))
     return (rotated.astype(np.uint64) + MASK_DELTA).astype(np.uint32)
 
 
 class TensorBoard:
-    """Sink that writes TensorBoard event files, one per start of a run. Raises StorageError."""
+    """Sink that writes one TensorBoard event file per start of a run. Raises StorageError if a write fails."""
 
     name = "TensorBoard"
 
@@ -120,14 +120,14 @@ class TensorBoard:
 
 
 def tag(key: str) -> str:
-    """Return the TensorBoard tag of the scalar whose key in an event is ``key``, for example "energy/joules/gpu"."""
+    """Return the TensorBoard tag, for example "energy/joules/gpu", of the metric whose key in events is ``key``."""
     name, label = quantities.split(key)
     shown = quantities.QUANTITIES[name].tag
     return shown if label is None else f"{shown}/{label}"
 
 
 def records(contents: Sequence[bytes]) -> bytes:
-    """Return byte strings as TFRecords: length, CRC of the length, content, CRC of the content (little-endian)."""
+    """Return ``contents`` as TFRecords: length, CRC of the length, content, CRC of the content (little-endian)."""
     lengths = [struct.pack("<Q", len(content)) for content in contents]
     guards = masked(crc32c([*lengths, *contents])).astype("<u4")
     of_lengths, of_contents = np.split(guards, 2)

@@ -69,9 +69,9 @@ def _create(backend: Any, options: Any) -> Group:
 
 
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
-    """Wait until all ranks of ``group`` have called this. Collective. Raises DeadlineError after ``timeout_s`` seconds.
+    """Wait until all ranks of ``group`` call this function. Raises DeadlineError after ``timeout_s`` s. Collective.
 
-    The error of rank 0 names one missing rank, or all missing ranks if ``wait_all_ranks`` is True.
+    The error on rank 0 names one missing rank, or all missing ranks if ``wait_all_ranks`` is True.
     """
     asked: Any = group or dist.group.WORLD
     if not isinstance(asked, Group):
@@ -83,7 +83,7 @@ Batch = TypeVar("Batch")
 
 
 def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield ``batches`` until a stop request, for example SIGTERM or the end of the Slurm job. Collective.
+    """Yield the elements of ``batches`` until a stop request, such as SIGTERM or the end of the Slurm job. Collective.
 
     All ranks need the same number of batches, and stop after the same batch. Call `exit_if_stopped` after the loop.
     """
@@ -94,9 +94,9 @@ def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def exit_if_stopped(save: Callable[[], object]) -> None:
-    """If a stop was requested, call ``save()`` and exit: 75 (requeue), or 130 after Ctrl-C. Collective.
+    """If a stop was requested, call ``save()`` and exit with status 75 (requeue), or 130 after Ctrl-C. Collective.
 
-    ``save``: function that saves a checkpoint. The exit finalises MPI, so it needs no `destroy_process_group`.
+    ``save``: function that saves a checkpoint. The exit also destroys the process group and finalises MPI.
     """
     if code := should_stop():
         save()

@@ -32,9 +32,9 @@ _SEEN_AS: Final = {
 
 
 class Buffer:
-    """Array over the memory of a PyTorch ``tensor``, for communication. A non-contiguous tensor is copied.
+    """1-D array over the memory of a PyTorch ``tensor``, for communication. A non-contiguous tensor is copied first.
 
-    Raises BufferHandoverError for unsupported tensors.
+    Construction raises BufferHandoverError for unsupported tensors.
     """
 
     __slots__ = ("_copy", "_tensor", "array")
@@ -74,7 +74,7 @@ class Buffer:
         return self._tensor.device
 
     def finish(self) -> None:
-        """After the operation, copy the result back into the tensor if the operation used a copy."""
+        """Copy the result into the tensor if the operation used a copy of the tensor. Call it after the operation."""
         if self._copy is not None:
             if self._tensor.is_cuda:
                 streams.record_use(self._tensor)
@@ -82,7 +82,7 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return a `Buffer` for each of the input tensors of one coalesced collective."""
+    """Return a list of one `Buffer` per input of a coalesced collective. Copy all inputs if an output overlaps one."""
     # An output may overlap the input of another position, so all inputs are then copied.
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]
@@ -120,7 +120,7 @@ def array_of(memory: torch.Tensor) -> Array:
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
-    """Return the set of devices of all buffers in ``arguments``, the argument tuples of several calls."""
+    """Return the set of the devices of all buffers in ``arguments``: the argument tuples of several calls."""
     values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}

@@ -48,7 +48,7 @@ _ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduction operation of PyTorch (ReduceOp) for one dtype, translated to a reduction of hpcdist."""
+    """Reduction operation of hpcdist that implements a ReduceOp of PyTorch for one dtype."""
 
     op: str  # hpcdist's name, or "" to use the numpy ufunc ``function``
     function: str
@@ -57,7 +57,7 @@ class Reduction:
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
-    """Return PyTorch's ReduceOp ``op`` as a `Reduction`. Raises UsageError if the dtype of ``tensor`` lacks it."""
+    """Convert PyTorch's ReduceOp ``op`` to a `Reduction`. Raises UsageError if the dtype of ``tensor`` lacks ``op``."""
     kind, factor = op.__getstate__()
     reduction = _reduction(kind, tensor.dtype)
     return reduction if factor is None else replace(reduction, factor=factor)
@@ -70,7 +70,7 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
         if kind not in (RedOp.MAX, RedOp.MIN, RedOp.BXOR):
             raise UsageError(f"{_name(kind)} is not defined for bool tensors; use BOR, BAND, BXOR, MAX or MIN")
     elif dtype.itemsize == 1 and dtype.is_floating_point:
-        raise UsageError(f"{dtype} tensors cannot be reduced (too few bits); use tensor.float(), or do not reduce")
+        raise UsageError(f"{dtype} tensors have too few bits for reductions; pass tensor.float()")
     if dtype.is_complex and kind not in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM):
         raise UsageError(f"{_name(kind)} is not defined for complex tensors; use SUM or AVG")
     if kind in (RedOp.BAND, RedOp.BOR, RedOp.BXOR) and (dtype.is_floating_point or dtype.is_complex):
@@ -92,7 +92,7 @@ def _allreduce_ufunc(comm: Communicator, buffer: Array, function: str) -> None:
 
 
 def premultiply(buffer: Array, how: Reduction) -> None:
-    """If the reduction ``how`` is PREMUL_SUM, multiply ``buffer`` in place by its factor. Local."""
+    """If the reduction ``how`` is PREMUL_SUM, multiply ``buffer`` in place by the factor ``how.factor``. Local."""
     if how.factor is not None:
         factor = how.factor
         if isinstance(factor, torch.Tensor):
@@ -115,7 +115,7 @@ def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
 
 
 def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], function: str, result: Array) -> None:
-    """Reduce-scatter: ``result`` on rank r receives the range ``chunks[r]`` of the reduced ``buffer``. Collective."""
+    """Reduce ``buffer`` by ``function``. Store the range ``chunks[r]`` in ``result`` on each rank r. Collective."""
     chunk = chunks[comm.rank]
     rows = scratch("torch reduction", comm.size * chunk.size, buffer.dtype, buffer)
     received = [Range(rank * chunk.size, (rank + 1) * chunk.size) for rank in range(comm.size)]
@@ -132,7 +132,7 @@ ARRIVED, LEAVE = 1, 2  # tags of the monitored barrier
 
 
 def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str) -> None:
-    """Allreduce ``buffer`` in place by ``algorithm``, a name or "auto", with the reduction ``how``. Collective."""
+    """Allreduce ``buffer`` in place with the reduction ``how``. ``algorithm``: a name, or "auto". Collective."""
     _allreduce(comm, buffer.array, how, algorithm)
     buffer.finish()
 
@@ -150,7 +150,7 @@ def _allreduce(comm: Communicator, array: Array, how: Reduction, algorithm: str)
 
 
 def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
-    """Overwrite ``buffer`` on all ranks with the contents of ``buffer`` on rank ``root``. Collective."""
+    """Overwrite ``buffer`` on every rank with the content of ``buffer`` on rank ``root``. Collective."""
     if buffer.array.size:
         tree.broadcast(comm, buffer.array, root)
     if comm.rank != root:
@@ -158,7 +158,7 @@ def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
 
 
 def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algorithm: str) -> None:
-    """Reduce all ranks' buffers with the reduction ``how``, such as sum, into the buffer of ``root``. Collective."""
+    """Reduce ``buffer`` of all ranks with the reduction ``how`` into ``buffer`` on rank ``root``. Collective."""
     if comm.rank == root:
         allreduce(comm, buffer, how, algorithm)
     elif buffer.array.size:
@@ -168,7 +168,7 @@ def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algori
 
 
 def all_gather(comm: Communicator, output: Buffer, source: Buffer) -> None:
-    """All-gather ``source``, a buffer of the same size on all ranks, into ``output`` in rank order. Collective."""
+    """All-gather ``source``, which has the same size on all ranks, into ``output`` in rank order. Collective."""
     shares = ranges([source.array.size] * comm.size)
     _all_gather(comm, output.array, source.array, shares)
     output.finish()
@@ -181,7 +181,7 @@ def _all_gather(comm: Communicator, output: Array, source: Array, shares: Sequen
 
 
 def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffer) -> None:
-    """All-gather: ``outputs[r]`` receives ``source`` of rank r. Sizes may differ between ranks. Collective."""
+    """All-gather: ``outputs[r]`` receives ``source`` of rank r. The sources may have different sizes. Collective."""
     shares = ranges([output.array.size for output in outputs])
     gathered = scratch("torch gathered", shares[-1].stop, source.array.dtype, source.array)
     _all_gather(comm, gathered, source.array, shares)
@@ -191,7 +191,7 @@ def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffe
 
 
 def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Reduction) -> None:
-    """Reduce-scatter: ``output`` on rank r receives the r-th of equal chunks of the reduced ``source``. Collective."""
+    """Reduce ``source`` over all ranks. ``output`` on rank r receives the r-th of equal result chunks. Collective."""
     addend = source.array
     if how.factor is not None:
         addend = scratch("torch addend", source.array.size, source.array.dtype, source.array)
@@ -200,7 +200,7 @@ def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Redu
 
 
 def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
-    """Reduce-scatter with the reduction ``how``: ``output`` on rank r receives the reduced ``parts[r]``. Collective."""
+    """Reduce each array ``parts[r]`` over all ranks with ``how``, and store it in ``output`` on rank r. Collective."""
     shares = ranges([part.array.size for part in parts])
     addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
     for part, share in zip(parts, shares, strict=True):
@@ -223,7 +223,7 @@ def _reduce_scatter(comm: Communicator, output: Buffer, addend: Array, shares: l
 
 
 def all_to_all(comm: Communicator, source: Buffer, target: Buffer, sent: list[Range], received: list[Range]) -> None:
-    """Send range ``sent[r]`` of ``source`` to rank r, and receive range ``received[r]`` of ``target`` from rank r."""
+    """Send the range ``sent[r]`` of ``source`` to rank r. Receive from rank r into ``received[r]`` of ``target``."""
     exchange.all_to_all(comm, source.array, target.array, sent, received)
     target.finish()
 
@@ -272,9 +272,9 @@ def scatter(comm: Communicator, output: Buffer, parts: Sequence[Buffer], root: i
 
 
 def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> None:
-    """Wait until all ranks have called this. Collective. Raises DeadlineError after ``limit_s`` seconds.
+    """Wait until all ranks have called this function. Collective. Raises DeadlineError after ``limit_s`` seconds.
 
-    The error of rank 0 names one missing rank, or all missing ranks if ``name_all`` is True.
+    The error on rank 0 names one missing rank, or all missing ranks if ``name_all`` is True.
     """
     limit, token = time.monotonic() + limit_s, np.zeros(1, np.uint8)
     if comm.rank:
@@ -304,14 +304,14 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
 
 
 def ranges(sizes: Sequence[int]) -> list[Range]:
-    """Return adjacent index ranges with the lengths ``sizes``. The first range starts at 0. Local."""
+    """Return a list of adjacent index ranges with the lengths ``sizes``. The first range starts at 0. Local."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return a list of the element ranges of ``tensor`` for each of ``ranks`` ranks.
+    """Return a list with one range of elements of ``tensor`` for each of ``ranks`` ranks.
 
-    ``sizes``: rows per rank, or None to split evenly. ``which``: "input" or "output", for errors.
+    ``sizes``: rows of each rank, or None to split evenly. ``which``: "input" or "output", for error messages.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
@@ -332,20 +332,20 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 
 
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
-    """Raise UsageError unless ``output`` and ``source`` have one dtype, and ``expected`` equals ``actual``.
+    """Raise UsageError unless ``output`` and ``source`` have the same dtype, and ``expected`` equals ``actual``.
 
-    ``expected``, ``actual``: element counts. ``name``: name of the collective in errors.
+    ``expected``, ``actual``: element counts. ``name``: name of the collective in the error message.
     """
     if output.dtype != source.dtype:
-        raise UsageError(f"the output of {name} is {output.dtype}, but the input is {source.dtype}; use one dtype")
+        raise UsageError(f"the output of {name} is {output.dtype}, but the input is {source.dtype}; use the same dtype")
     if expected != actual:
         raise UsageError(
-            f"the output of {name} has {output.numel()} elements, the input {source.numel()}; the larger tensor must "
-            "have the size of the smaller tensor times the number of ranks"
+            f"the output of {name} has {output.numel()} elements, and the input has {source.numel()} elements; the "
+            "larger tensor must have the size of the smaller tensor times the number of ranks"
         )
 
 
 def check_count(tensors: Sequence[Any], size: int, name: str) -> None:
-    """Raise UsageError unless the collective ``name`` got one tensor for each of ``size`` ranks."""
+    """Raise UsageError unless ``tensors``, the argument of the collective ``name``, has one tensor per rank."""
     if len(tensors) != size:
         raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; pass one tensor per rank")

@@ -46,7 +46,7 @@ class Options:
 
 
 class Group(_ProcessGroup):
-    """PyTorch process group of the ranks of a communicator. Construction is collective."""
+    """PyTorch process group of the ranks of the communicator ``comm``. Construction is collective over ``comm``."""
 
     # ``limit(communicator name, timeout)`` sets a timeout. `shutdown` calls ``at_end`` before it frees the
     # communicator.
@@ -68,7 +68,7 @@ class Group(_ProcessGroup):
         self._ended = False
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
-        """Queue the function ``run``, which performs a collective into the tensors ``result``. Return a handle."""
+        """Queue the function ``run``, whose collective writes the tensors ``result``. Return a `Work` handle."""
         gpu_streams = self._streams_for({tensor.device for tensor in result}) if streams.HAS_GPU else None
         site = call_site_outside(sys._getframe(1), OUTSIDE)
         return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
@@ -128,12 +128,12 @@ class Group(_ProcessGroup):
         return self._streams
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Bind this group to the GPU ``device``. PyTorch passes the ``device_id`` of `init_process_group`. Local."""
+        """Bind this group to the GPU ``device``. PyTorch calls this method with the user's ``device_id``. Local."""
         self._streams_for({device})
         self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing. PyTorch calls this on ranks that are not members of a new group. Local."""
+        """Do nothing. PyTorch calls this method on ranks that are not members of a new group. Local."""
 
     def _check_lives(self) -> None:
         refuse_worker()
@@ -179,7 +179,7 @@ class Group(_ProcessGroup):
         return self.allgather([[tensors[index] for tensors in outputs] for index in range(len(inputs))], inputs, opts)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None, *_: Any) -> Work:
-        """Fill ``output`` with the ``tensor`` of each rank, in rank order. Collective."""
+        """Fill ``output`` with the ``tensor`` of every rank, in rank order. Collective."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
@@ -202,7 +202,7 @@ class Group(_ProcessGroup):
         return self._run_each(calls.reduce_scatter_list, each, outputs, opts)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None, *_: Any) -> Work:
-        """Reduce ``tensor`` over all ranks; ``output`` of rank r receives the r-th of equal chunks. Collective."""
+        """Reduce ``tensor`` over all ranks. ``output`` on rank r is the r-th of equal result chunks. Collective."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -255,7 +255,7 @@ class Group(_ProcessGroup):
         return buffers
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
-        """Wait until all ranks have called this, and the GPU has finished work on the current stream. Collective."""
+        """Wait for all ranks, and for the GPU to finish the work on the current stream. Collective."""
         start_event = streams.mark_current() if self._streams is None else None  # the group's GPU is unknown
 
         def run() -> None:
@@ -337,7 +337,7 @@ class Group(_ProcessGroup):
         self.comm.free()
 
     def abort(self) -> None:
-        """Give up operations and messages in flight, without waiting for other ranks. Local."""
+        """Abandon the operations and messages in flight, without waiting for other ranks. Local."""
         self._mailbox.close()
 
     @property

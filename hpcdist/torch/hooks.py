@@ -29,10 +29,10 @@ from hpcdist.torch.group import Group
 
 
 def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any) -> None:
-    """Compress the gradients that ``model`` sends. Collective; call before any backward pass.
+    """Compress the gradients that the DDP model ``model`` exchanges. Call on all ranks before any backward pass.
 
-    ``name``: one of `COMPRESSORS`. Keyword arguments: ``seed`` and the keys of recipe section [compression]. Gradients
-    must be float32. Raises UsageError if ``model`` does not use the backend hpcdist.
+    ``name``: one of `COMPRESSORS`. Keyword arguments are ``seed`` and the options in section [compression] of a recipe.
+    Gradients must be float32. Raises UsageError if the process group of ``model`` does not use the backend hpcdist.
     """
     # Error feedback needs as much memory as the gradients.
     if name not in COMPRESSORS:

@@ -29,9 +29,9 @@ _ports: Final = set[str]()  # chosen by this module
 
 
 def start() -> World:
-    """Start MPI, and set the environment variables that torchrun would set. Collective.
+    """Start MPI, set the environment variables that torchrun would set, and return the `World`. Collective.
 
-    Raises ConfigurationError if RANK or WORLD_SIZE is set and differs from MPI's rank or size.
+    Raises ConfigurationError if the environment sets a RANK or WORLD_SIZE that differs from MPI's rank or size.
     """
     on_gpu = _has_gpu()
     world = start_world("gpu" if on_gpu else "cpu")
@@ -79,7 +79,7 @@ def _address() -> dict[str, str]:
 
 
 def shield_workers() -> None:
-    """Make DataLoader workers ignore the signals that ask a job to stop, so that the training can save. Local."""
+    """Make DataLoader workers ignore the signals that stop the job, so that the training can save before. Local."""
     handlers: Any = signal_handling  # untyped in PyTorch
     set_handlers = handlers._set_worker_signal_handlers
 
@@ -100,9 +100,9 @@ def _await_parent() -> None:
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
-    """Start the event recorder of the job ``world``. Collective.
+    """Start the event recorder, and return a function to call at the end of the program. Collective.
 
-    ``timeout``: limit of operations. Return a function that all ranks must call at the end of the program.
+    ``world``: this job. ``timeout``: time limit of each operation. All ranks must call the returned function.
     """
     record(world, timeout.total_seconds())
     program = ExitStack()
@@ -115,7 +115,7 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
 
 
 def limit(name: str, timeout: timedelta) -> None:
-    """Set the timeout of operations on the communicator ``name``, unless HPCDIST_DEADLINE_S is set. Local."""
+    """Set the timeout of operations on the communicator named ``name``, unless HPCDIST_DEADLINE_S is set. Local."""
     watchdog = start_world("cpu").session.watchdog
     if watchdog is not None and not os.environ.get(DEADLINE):
         watchdog.limit(name, timeout.total_seconds())
@@ -130,7 +130,7 @@ def _print_joules(world: World) -> None:
 
 
 def communicator(world: World, ranks: list[int], name: str) -> Communicator:
-    """Return a communicator ``name`` of the processes ``ranks`` of ``world``. Collective over ``ranks`` only."""
+    """Return a new communicator named ``name`` over ``ranks``, ranks of ``world``. Only these ranks must call it."""
     whole = world.comm
     if not isinstance(whole, MpiCommunicator):
         return whole.dup(name)

@@ -69,7 +69,7 @@ class MessageWork(Work):
         return ON_HOST if self.streams is None else self.streams.communicating(self._start_event)
 
     def look(self) -> bool:
-        """Poll the message, and return True if it was sent or received. The caller must hold the mailbox's lock."""
+        """Poll the message. Return True if it has been sent or received. The caller must hold the mailbox's lock."""
         if self.done:
             return True
         error = None
@@ -90,7 +90,7 @@ class MessageWork(Work):
         return super().is_completed()
 
     def source_rank(self) -> int:
-        """Return the rank that sent the message."""
+        """Return the rank of the sender, or ANY if the sender of an awaited message is not determined yet."""
         return self._request.source if isinstance(self._request, _AnySource) else self._peer
 
     _source_rank = source_rank
@@ -115,7 +115,7 @@ class MessageWork(Work):
 
 
 class Mailbox:
-    """Point-to-point messages of one process group."""
+    """Sender and receiver of the point-to-point messages of one process group. It polls the messages in flight."""
 
     def __init__(self, comm: Communicator, has_thread: bool) -> None:
         self.comm, self.has_thread, self.name = comm, has_thread, comm.name
@@ -126,7 +126,10 @@ class Mailbox:
         self._is_awake = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start sending ``tensor`` to rank ``peer``, and return a handle. ``streams``: None for a CPU tensor. Local."""
+        """Start sending ``tensor`` to rank ``peer``, and return a handle. Local.
+
+        ``streams``: CUDA streams to use for a GPU tensor, or None for a CPU tensor.
+        """
         buffer = Buffer(tensor)
 
         def begin() -> Pending:
@@ -135,7 +138,10 @@ class Mailbox:
         return self._post(MessageWork(self, begin, tensor, lambda: None, peer, streams))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start receiving from rank ``peer`` (ANY: any rank). Return a handle. ``streams``: None for a CPU tensor."""
+        """Start receiving into ``tensor`` from rank ``peer``, or from any rank if ``peer`` is ANY. Return a handle.
+
+        ``streams``: CUDA streams to use for a GPU tensor, or None for a CPU tensor. Local.
+        """
         buffer = Buffer(tensor)
 
         def begin() -> Pending:
@@ -189,7 +195,10 @@ class Mailbox:
             time.sleep(0)
 
     def close(self) -> None:
-        """End the polling thread, and give up messages in flight. Local."""
+        """End the polling thread, and abandon the messages in flight. Local.
+
+        The tensors of abandoned messages stay in memory, because MPI may still use them.
+        """
         with self._lock:
             _given_up.extend(self._under_way)
             self._under_way.clear()

@@ -41,16 +41,16 @@ class Stateful(Protocol):
     """Object with a state dict: a model, optimizer, scheduler, scaler or stateful DataLoader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state of this object as a dict."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore the state from ``state_dict``."""
+        """Restore the state of this object from ``state_dict``."""
 
 
 class RandomState:
     """Random state of each rank: PyTorch (CPU and current GPU), numpy's global generator and Python's `random`.
 
-    Put an instance into the state of `save` and `load`. A rank without a saved state keeps its present state.
+    Add an instance to the dict ``state`` of `save` and `load`. A rank without a saved state keeps its current state.
     """
 
     def pack(self) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _Collector:
         self._shared: set[str] = set()  # names of parameters and optimizer state, which all ranks write together
 
     def trees(self) -> dict[str, Any]:
-        """Return {name: nested structure} of the values of the state. Leaves of the structure name saved tensors."""
+        """Collect the tensors of the state. Return {key: JSON tree of the value}, where a tensor is only its dtype."""
         return {name: self._tree(name, self._content(name, value)) for name, value in self._state.items()}
 
     def _content(self, name: str, value: Any) -> Any:
@@ -133,7 +133,7 @@ class _Collector:
         return value.state_dict() if isinstance(value, Stateful) else value
 
     def model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Return the model in the state to which all parameters of ``optimizer`` belong, or None."""
+        """Return the model in the state that contains all parameters of ``optimizer``, or None without a match."""
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owners = (model for model in self._modules if updated <= {id(parameter) for parameter in model.parameters()})
         return next(owners, None)
@@ -164,8 +164,8 @@ class _Collector:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise UsageError(
-            f"{name} is a {type(value).__name__}, neither a tensor nor a JSON value nor an object with a state dict; "
-            "leave it out, or convert it"
+            f"{name} is a {type(value).__name__}, but only tensors, JSON values and objects with a state dict can be "
+            "saved; leave this value out of the state, or convert it"
         )
 
     def _held(self, name: str, value: torch.Tensor) -> _Held:
@@ -201,11 +201,11 @@ def _restore(comm: Communicator, path: Path, state: State) -> dict[str, Any]:
     collector.trees()
     stored, values = arrays.on_first_rank(comm, lambda: arrays.stored_content(path))
     if missing := [name for name in state if name not in values]:
-        raise StorageError(f"{path} has no {', '.join(missing)}; it has {', '.join(values)}")
+        raise StorageError(f"{path} has no values for {', '.join(missing)}; its keys are {', '.join(values)}")
     dtypes = {name: dtype for key in state for name, dtype in _tensors_in(values[key], key)}
     tensors = collector.tensors
     if missing := sorted(tensors.keys() - dtypes.keys()):
-        raise StorageError(f"{path} has no {', '.join(missing[:5])}; use the model and optimizer that were saved")
+        raise StorageError(f"{path} lacks tensors {', '.join(missing[:5])}; use the model and optimizer of the save")
     held = {name: tensors.get(name) or _fresh(stored[name][0], dtype) for name, dtype in dtypes.items()}
     pieces = []
     for name, part in held.items():
@@ -274,11 +274,11 @@ def _decoded(tree: Any, name: str, held: Mapping[str, _Held]) -> Any:
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: Any = None) -> Path:
-    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over the keyword ``comm``.
+    """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over keyword ``comm``.
 
-    ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values, with equal keys on
-    all ranks. Buffers, plain tensors and JSON values come from rank 0. The keyword ``step`` is by default the newest
-    step + 1. Raises UsageError for unsupported values, and StorageError on all ranks if a rank cannot write.
+    ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values. All ranks must pass
+    the same keys. Buffers, plain tensors and JSON values are saved from rank 0. Keyword ``step``: by default, the last
+    saved step + 1. Raises UsageError for unsupported values, and StorageError on all ranks if a rank cannot write.
     """
     where = communicator_of(comm)
     collector = _Collector(where, state)
@@ -290,8 +290,9 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, Any] | None:
     """Restore ``state`` from the newest intact checkpoint in ``directory``. Collective over the keyword ``comm``.
 
-    Models, optimizers and other objects of ``state`` are restored in place. Return the tensors and JSON values of the
-    checkpoint, keyed by name, or None if there is no checkpoint. Raises StorageError if the checkpoint does not fit.
+    Models, optimizers, other objects and tensors in ``state`` are restored in place. Return {key: restored value} for
+    the tensors and JSON values in ``state``, or None without a checkpoint. Raises StorageError if the keys or shapes in
+    the checkpoint do not match ``state``.
     """
     where = communicator_of(comm)
 
@@ -304,7 +305,8 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
 def saved(path: str | Path, step: int) -> None:
     """Report that this script has saved a checkpoint of step ``step`` in the file ``path``, in any format. Local.
 
-    Restarts and requeues then count it as progress. It has no effect without a run directory (`hpcdist run --out`).
+    Restarts and requeues then count the checkpoint as progress. Without a run directory (`hpcdist run --out`), the call
+    has no effect.
     """
     folder = os.environ.get(RUN_DIR)
     if folder and communicator_of(None).rank == 0:

@@ -58,8 +58,8 @@ class Streams:
         except MissingCapabilityError as error:
             major = (torch.version.cuda or "12").partition(".")[0]
             raise MissingCapabilityError(
-                f"tensors on {device} need the package cupy ({error.__cause__}): pip install 'hpcdist[cuda{major}x]', "
-                "or communicate tensor.cpu()"
+                f"tensors on {device} need the package cupy ({error.__cause__}); run pip install "
+                f"'hpcdist[cuda{major}x]', or communicate tensor.cpu()"
             ) from error
         gpu.count()
         self.device = device
@@ -71,12 +71,12 @@ class Streams:
         return event
 
     def hold_back(self, mark: cuda.Event) -> None:
-        """Make later work on the current stream wait for the event ``mark``. Local."""
+        """Make the current CUDA stream wait for the event ``mark`` before it starts later work. Local."""
         mark.wait(cuda.current_stream(self.device))
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Run the ``with`` body on this thread's communication stream, which first waits for the events ``*marks``."""
+        """Run the body of ``with`` on this thread's communication stream, after the CUDA events in ``marks``."""
         with cuda.device(self.device):
             stream = _here.streams.get(self.device)
             if stream is None:
@@ -88,12 +88,12 @@ class Streams:
                 yield
 
     def future(self) -> Any:
-        """Return an uncompleted PyTorch future for tensors on this GPU."""
+        """Return a new PyTorch future for tensors on this GPU. The caller sets its result."""
         return torch.futures.Future(devices=[self.device])
 
 
 def mark_current() -> cuda.Event | None:
-    """Return a CUDA event that completes after the work on the current stream, or None if no GPU was used. Local."""
+    """Return a CUDA event that completes after the work on the current stream, or None before CUDA is used. Local."""
     if not (HAS_GPU and cuda.is_initialized()):
         return None
     event = cuda.Event()
@@ -102,5 +102,5 @@ def mark_current() -> cuda.Event | None:
 
 
 def record_use(tensor: torch.Tensor) -> None:
-    """Stop PyTorch from reusing the memory of ``tensor`` before the current stream has done its work. Local."""
+    """Keep PyTorch from reusing the memory of ``tensor`` before the work on the current stream has ended. Local."""
     tensor.record_stream(cuda.current_stream(tensor.device))

@@ -46,7 +46,7 @@ class _Failed:
 
 
 class Work(dist.Work):
-    """Handle (a `torch.distributed.Work`) of an operation that writes tensors."""
+    """Base class for handles of asynchronous operations. ``result``: tensors that the operation writes."""
 
     streams: Streams | None = None  # CUDA streams of GPU tensors; None: host tensors
     end_event: cuda.Event | None = None
@@ -69,20 +69,20 @@ class Work(dist.Work):
         raise NotImplementedError
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record that the operation has ended: successfully if ``error`` is None. Call `settle` afterwards."""
+        """Record that the operation has ended. ``error``: exception that it raised, or None. Call `settle` next."""
         self._error = error
         self.done = True  # set before `settle` checks for a future: a future requested later is completed at once
         if self._ended is not None:
             self._ended.set()
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for another thread to end the operation. Return False if it has not ended. Local."""
+        """Wait up to ``seconds`` until another thread has ended the operation. Return True if it has ended. Local."""
         with _guard:
             self._ended = ended = self._ended or threading.Event()
         return self.done or ended.wait(seconds)  # read `done` after setting `_ended`: `end` uses the opposite order
 
     def settle(self) -> None:
-        """Complete the PyTorch future that `get_future` returned, if any, with the result or the error."""
+        """Give the result or error of the ended operation to the PyTorch future that `get_future` returned, if any."""
         if self._unsettled is None:
             return
         with _guard:
@@ -97,7 +97,7 @@ class Work(dist.Work):
             future.set_result(list(self._result))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the operation and return True. Raises the operation's error, or DeadlineError after ``timeout``."""
+        """Wait for the operation, and return True. Raises the operation's error, or DeadlineError after ``timeout``."""
         # The timeout of collectives needs MPI_THREAD_MULTIPLE, and is ignored otherwise.
         if not self.done:
             self._complete(timeout)
@@ -108,7 +108,7 @@ class Work(dist.Work):
         return True
 
     def hold_back(self) -> None:
-        """Make later work on the current CUDA stream wait for the end of this operation. Local."""
+        """Make the current CUDA stream wait for the end of this operation before it starts later work. Local."""
         if self.streams is not None and self.end_event is not None:
             self.streams.hold_back(self.end_event)
 
@@ -143,7 +143,7 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """Handle of a queued collective. A thread of the queue calls ``run`` to perform the collective."""
+    """Handle of a collective in an `OperationQueue`. The queue calls ``run`` to perform the collective."""
 
     # On a GPU, the collective starts after the earlier work on the current CUDA stream. ``name`` (such as "all_reduce")
     # and ``site`` (source line of the call) are for event records.
@@ -172,7 +172,7 @@ class CollectiveWork(Work):
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
 
     def perform(self) -> None:
-        """Run the operation. An error is stored and raised by `wait`. Called once, by the queue."""
+        """Perform the collective. If it fails, store the error for `wait` to raise. Only the queue calls this, once."""
         assert self._run is not None
         error = None
         try:
@@ -205,7 +205,7 @@ class CollectiveWork(Work):
 
 
 class BatchWork(Work):
-    """Handle of several operations together. `wait` waits for all, and raises the first error."""
+    """Handle of a list of operations. `wait` waits for all operations, and raises the first error in list order."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         all_streams = (work.streams for work in works if work.streams is not None)
@@ -236,7 +236,7 @@ class BatchWork(Work):
 
 
 class OperationQueue:
-    """Queue of a process group's collectives, which run in order."""
+    """Queue that runs the collectives of one process group in the order in which the program calls them."""
 
     def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:
         self.name, self.has_thread, self._events = name, has_thread, events
@@ -269,7 +269,7 @@ class OperationQueue:
         return work
 
     def watch(self, end_event: cuda.Event) -> None:
-        """Report an NCCL operation to the watchdog as in flight, until ``end_event`` completes on the GPU."""
+        """Report an NCCL operation to the watchdog as in flight until the CUDA event ``end_event`` has completed."""
         token = self._events().begin(self.name, "nccl", "uint8", 0, 0, -1, 0)
         self._computing.put((end_event, token))
         if self._watcher is None:
@@ -295,7 +295,7 @@ class OperationQueue:
         self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
-        """Wait until the collective ``work`` has ended. Raises DeadlineError after ``timeout``. 0 means no limit."""
+        """Wait until the collective ``work`` has ended. Raises DeadlineError after ``timeout``, unless it is 0."""
         # Without a limit, this thread runs the queued operations up to ``work``. With a limit, the queue's thread runs
         # them.
         if self._runner == threading.get_ident():
@@ -386,7 +386,7 @@ class _Holder(_ProcessGroup):
 
 
 def hold(work: Any) -> Any:
-    """Return a C++ Work that forwards ``wait`` and ``get_future`` to ``work`` and keeps ``work`` alive."""
+    """Return a C++ Work that forwards ``wait`` and ``get_future`` to the Python `Work` ``work`` and keeps it alive."""
     return _ProcessGroup.barrier(_Holder(work), dist.BarrierOptions()) if isinstance(work, Work) else work
 
 
@@ -395,7 +395,7 @@ def _boxed(work: Work) -> Any:
 
 
 def install() -> None:
-    """Replace PyTorch's C++ functions that store a `Work`, so that they keep the Python object alive."""
+    """Wrap PyTorch's C++ functions that store a `Work`, so that the Python object of the `Work` stays alive."""
     for owner, name in STORES:
         if hasattr(owner, name):  # may be missing in later PyTorch versions
             setattr(owner, name, _with_holders(getattr(owner, name)))

@@ -57,10 +57,9 @@ def generate(
 ) -> Iterator[int]:
     """Yield ``count`` tokens that continue ``prompt``, each predicted from the last ``context`` tokens. Local.
 
-    ``logits_of``: maps tokens (1, length) to logits (1, length, vocabulary).
+    ``logits_of``: function that maps tokens (1, length) to logits (1, length, vocabulary). ``temperature`` 0 selects
+    the most likely token. ``top_k`` limits the choice to the k most likely tokens; 0 sets no limit.
     """
-    # ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary). ``temperature`` 0 selects the most likely
-    # token. ``top_k`` limits the choice to the k most likely tokens (0: no limit).
     draw = rng.stream(seed)
     window = list(prompt[-context:])
     for _ in range(count):
@@ -102,7 +101,7 @@ class TrainedModel:
 
     @property
     def steps(self) -> int:
-        """Number of training steps that were made before the checkpoint was saved."""
+        """Number of training steps that were completed before the checkpoint was saved."""
         return int(self.scalars["steps"])
 
     def logits(self, inputs: np.ndarray) -> np.ndarray:
@@ -111,7 +110,10 @@ class TrainedModel:
         return backend.to_host(self.model.logits(self._views, placed, self.arena))
 
     def validation_loss(self) -> float:
-        """Return the mean validation loss in nats, or NaN. Collective. Raises DataError if the data has changed."""
+        """Return the mean validation loss, or NaN without validation data. Collective.
+
+        Raises DataError if the data differs from the data of the training.
+        """
         # If no digest of the data is cached, only a few elements are compared.
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
@@ -134,14 +136,13 @@ class TrainedModel:
 def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
     """Restore the model of run directory ``path`` from the newest checkpoint with intact parameters. Collective.
 
-    ``recipe``: its recipe. ``trust``: run a model factory file even if it has changed. Raises StorageError without
-    an intact checkpoint.
+    ``recipe``: recipe of the run. ``trust``: True to execute the model factory file even after a change. Raises
+    StorageError if no checkpoint is intact, and UsageError if the factory file has changed and ``trust`` is False.
     """
-    # A changed model factory file raises UsageError if ``trust`` is False.
     if recipe.model.kind == "given":
         raise UsageError(
-            f"the model of {path} is defined in the script that trained it, so its recipe cannot build the model. "
-            "Evaluate it in the script, or train with model.kind = 'import' and model.factory = 'file.py:function'"
+            f"the model of {path} is defined in the script that trained it, so the recipe cannot build the model. "
+            "Evaluate it in that script, or train with model.kind = 'import' and model.factory = 'file.py:function'"
         )
     newest = newest_complete(path, comm)
     return from_newest_intact(path, comm, newest, lambda checkpoint: _loaded(comm, path, checkpoint, recipe, trust))
@@ -158,7 +159,7 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
     lacking = [name for name in ("steps", "data") if name not in scalars]
     if lacking:
         raise StorageError(
-            f"{checkpoint} does not store {', '.join(lacking)}: this checkpoint is not from a training of hpcdist"
+            f"{checkpoint} lacks {', '.join(lacking)}, so it is not from a training of hpcdist; use another checkpoint"
         )
     if recipe.model.kind == "import" and not trust:
         _check_factory(comm, path, recipe.model.factory, stored.about.get("factory"))
@@ -219,7 +220,7 @@ def _check_shapes(path: Path, model: Model, stored: Manifest) -> None:
 
 
 def on_available_device(recipe: Recipe) -> Recipe:
-    """Return ``recipe``, with run.device changed to the CPU if this process has no GPU. Local."""
+    """Return ``recipe``, or a copy with run.device = "cpu" if the recipe needs a GPU but there is no GPU. Local."""
     if recipe.run.device == "gpu":
         try:
             device.count()
@@ -230,7 +231,7 @@ def on_available_device(recipe: Recipe) -> Recipe:
 
 
 class InspectionSession:
-    """Context manager for evaluating the model of run directory ``path``. ``alone``: True to use one process only."""
+    """Context manager for evaluating the model of run directory ``path``. ``alone``: True to use only this process."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
         self.path, self.recipe = path, on_available_device(recipes.load_stored(path / RECIPE_FILE))
@@ -244,7 +245,7 @@ class InspectionSession:
         self.session.record(self._records, communication.deadline_s)
 
     def load(self, trust: bool = False) -> TrainedModel:
-        """Load the newest intact model. ``trust``: True to run a model factory that has changed. Collective."""
+        """Load the newest intact model. ``trust``: True to execute a model factory that has changed. Collective."""
         return load(self.session.comm, self.path, self.recipe, trust)
 
     def __enter__(self) -> Self:
@@ -272,7 +273,7 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 
 
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield ``prompt``, then ``tokens`` tokens of text by the model in the run directory ``path``.
+    """Yield ``prompt``, and then ``tokens`` tokens of text from the model in the run directory ``path``.
 
     Ranks above 0 yield nothing.
     """
@@ -283,7 +284,7 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
         model, context = look.recipe.model, look.recipe.data.context
         if model.kind == "given":
             raise UsageError(
-                f"the model of {path} is defined in the script that trained it: generate text in the script. `sample` "
+                f"the model of {path} is defined in the script that trained it; generate text in that script. `sample` "
                 "needs a gpt on bytes, the default of `hpcdist train`"
             )
         if model.kind != "gpt" or model.vocabulary != 256:

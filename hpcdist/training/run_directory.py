@@ -23,7 +23,7 @@ _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run directory, the checkpoint to resume from, and the changes since the last start."""
+    """Run directory, the checkpoint to resume from, and the recipe changes since the last start."""
 
     path: Path
     resume_from: Path | None  # None for a new run
@@ -34,9 +34,10 @@ class RunDirectory:
 def prepare_run_directory(
     comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None = None
 ) -> RunDirectory:
-    """Create or reopen the run directory ``out`` (None: choose a name). Collective: all ranks raise the same error.
+    """Create or reopen a run directory, and return a `RunDirectory`. All ranks raise the same error. Collective.
 
-    ``resume``: "auto" (from the newest valid checkpoint) or "never". ``lock``: lock to acquire, or None.
+    ``out``: path, or None to choose a name. ``resume``: "auto" (newest valid checkpoint) or "never". ``lock``: lock to
+    acquire, or None.
     """
 
     # Rank 0 decides. ConfigurationError: the directory holds another run. UsageError: it holds this run, and ``resume``
@@ -48,7 +49,7 @@ def prepare_run_directory(
             raise
         except OSError as error:
             raise StorageError(
-                f"the run directory {out} cannot be created: {error}; choose another with --out"
+                f"the run directory {out} cannot be created: {error}; choose another directory with --out"
             ) from error
 
     return on_first_rank(comm, prepare)

@@ -144,7 +144,7 @@ class Training:
 
     @property
     def steps(self) -> Iterator[int]:
-        """Yield the index of each remaining step; a run's first step is 0. Call `step` once for each index. Local."""
+        """Iterator over the indices of the remaining steps, counted from 0. Call `step` once for each index. Local."""
         while self._done < self.recipe.run.steps:
             before = self._done
             yield before
@@ -221,7 +221,7 @@ class Training:
         return loss
 
     def close(self) -> None:
-        """Save the run, report its results, and close its files. Afterwards no steps can be made. Collective."""
+        """Save a checkpoint, report the results, and close the files. Do not call `step` afterwards. Collective."""
         if self._ended:
             return
         self._ended = True
@@ -236,7 +236,7 @@ class Training:
         self._session.comm.barrier()  # all files are complete before any rank reads them
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Close the training. Return {"LAYER.NAME": copy of the final tensor}. Collective; local after `close`."""
+        """Close the training. Return {"LAYER.NAME": copy of the final parameter}. Collective; local after `close`."""
         self.close()
         path = self._loop.outcome.checkpoint
         assert path is not None, "close() saves a checkpoint"
@@ -293,7 +293,7 @@ class Training:
 
 
 class ReplicaSampler:
-    """Batch sampler for a PyTorch DataLoader: a replica's sample indices for each remaining step."""
+    """Batch sampler for a PyTorch DataLoader. It yields a list of this replica's sample indices for each step."""
 
     def __init__(self, training: Training, samples: int, shuffle: bool) -> None:
         if not samples:
@@ -327,7 +327,7 @@ def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping
                 f"{RESUME}=auto is set, but the script sets no ``out``. Set {RUN_DIR} to the run directory as well, or "
                 "start the script by `hpcdist run --out DIR --resume auto`"
             )
-        raise UsageError("resume = 'auto' needs out: the directory of the run to resume")
+        raise UsageError("resume = 'auto' needs out; set out to the directory of the run to resume")
     return out, resume
 
 

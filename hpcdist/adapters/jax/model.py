@@ -47,8 +47,8 @@ class JaxLoss(Loss):
         self.is_mean = shape1 == shape2 == () and not self.weighs
         if not self.is_mean and not self.weighs and (shape1[:1] != (1,) or shape2 != (2, *shape1[1:])):
             raise UsageError(
-                f"the loss has shape {shape1} for 1 sample and {shape2} for 2 samples; return losses (samples, ...), "
-                "their mean as a number, or (sum, weight)"
+                f"the loss has shape {shape1} for 1 sample and {shape2} for 2 samples; return losses of shape "
+                "(samples, ...), the mean loss as a number, or the pair (sum, weight)"
             )
         if self.is_mean:
             self._check_mean(output)
@@ -86,9 +86,9 @@ class JaxLoss(Loss):
         if abs(both - (first + second) / 2) > 1e-3 * max(map(abs, (both, first, second))):
             kind = "a sum" if abs(both - first - second) <= 1e-3 * abs(both) else "no mean over samples"
             raise UsageError(
-                f"the loss is {kind}: {first:.6g} and {second:.6g} for two single samples, {both:.6g} for the two "
-                "together, but the mean of the two was expected; return losses (samples, ...), their mean as a number, "
-                "or (sum, weight)"
+                f"the loss is {kind}: two single samples have losses {first:.6g} and {second:.6g}, and both samples "
+                f"together have loss {both:.6g}, which is not the mean; return losses of shape (samples, ...), the "
+                "mean loss as a number, or the pair (sum, weight)"
             )
 
     def _check_divisor(self, output: Sample, target: Sample) -> None:
@@ -97,7 +97,7 @@ class JaxLoss(Loss):
         if not is_plain_mean(jaxpr, set(jaxpr.invars)):
             raise UsageError(
                 "the loss is one number, and its computation does not show that every sample has the same weight; "
-                "return (sum, weight), as in: return (losses * mask).sum(), mask.sum(); or losses (samples, ...)"
+                "return (sum, weight), for example (losses * mask).sum(), mask.sum(), or losses of shape (samples, ...)"
             )
 
     def _sum(self, y: Any, targets: Any) -> Any:
@@ -133,7 +133,7 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if a JAX program's result is a sum over its inputs ``data``, divided by a constant."""
+    """Return True if the JAX program ``jaxpr`` returns a sum over the variables ``data``, divided by a constant."""
     # Sums, differences and constant multiples of plain means are also plain means. If `divided`, the caller divides the
     # result by a constant.
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
@@ -179,7 +179,7 @@ class WrappedModel(Model):
     given: Sequence[tuple[int, ParameterLeaves]]  # for each function: its stage, and its parameter leaves
 
     def trees(self, values: Mapping[str, Array]) -> list[Any]:
-        """Return the ``values``, {"LAYER.NAME": array}, as one params pytree per function passed to `wrap`."""
+        """Return a list with one params pytree per function passed to `wrap`. ``values``: {"LAYER.NAME": array}."""
         tied = {f"{stage.layer}.{name}": key for stage in self.stages for name, key in stage.tied.items()}
         keys = [[f"{layer}.{name}" for name in leaves.names] for layer, leaves in self.given]
         arrays = [[to_host(values[tied.get(key, key)]) for key in row] for row in keys]
@@ -201,7 +201,7 @@ def wrap(
     """Return a model that trains the pure functions ``stages``: (params, x) -> y, where ``x`` is a micro-batch.
 
     ``params``: for each function, a pytree of float arrays, or a function that creates the pytree. ``loss(y, targets)``
-    returns the mean loss, losses of shape (samples, ...), or (sum, weight). ``example``: one batch (inputs, targets).
+    returns the mean loss, losses of shape (samples, ...), or (summed loss, weight). ``example``: (inputs, targets).
     """
     fail_alike(launched=True)
     if keep not in KEEPS:

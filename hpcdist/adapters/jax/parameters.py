@@ -30,14 +30,14 @@ def library() -> ModuleType:
 
 
 def submodule(name: str) -> ModuleType:
-    """Import and return the submodule ``name`` of jax, which ``import jax`` may not load."""
+    """Import and return the submodule ``name`` of jax. ``import jax`` alone may not import the submodule."""
     library()
     return importlib.import_module(f"jax.{name}")
 
 
 @dataclass
 class JaxTraffic:
-    """Number of tensors, and number of bytes, that hpcdist shared with JAX or copied to or from JAX."""
+    """Counters of the tensors and bytes that hpcdist shared with JAX, copied to JAX, and copied from JAX."""
 
     seen: int = 0  # tensors shared without a copy
     seen_bytes: int = 0
@@ -85,7 +85,7 @@ def repeat_samples(rows: np.ndarray, samples: int) -> np.ndarray:
 
 
 def jax_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype that JAX uses for ``dtype``: without ``jax_enable_x64``, 64-bit types become 32-bit."""
+    """Return the dtype that JAX uses for ``dtype``. Without ``jax_enable_x64``, 64-bit types become 32-bit types."""
     return np.dtype(library().dtypes.canonicalize_dtype(dtype))
 
 
@@ -111,7 +111,7 @@ PLATFORMS: Final = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
 @dataclass(frozen=True)
 class ParameterLeaves:
-    """The leaves (arrays) of the params pytree of one user function. ``values()`` returns their initial values."""
+    """Leaf arrays of one user function's params pytree. ``values()`` returns the initial values of all leaves."""
 
     tree: Any
     names: tuple[str, ...]
@@ -121,7 +121,7 @@ class ParameterLeaves:
 
     @classmethod
     def of(cls, params: Any, where: str) -> "ParameterLeaves":
-        """Return the leaves of ``params``, a pytree of arrays or a function that returns the pytree."""
+        """Return the leaves of ``params``, a pytree or a function that creates it. ``where``: name in errors."""
         jax = library()
         makes = callable(params) and jax.tree_util.all_leaves([params])
         pairs, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(params) if makes else params)
@@ -154,14 +154,14 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
     leaves, structure = library().tree_util.tree_flatten(create())
     if structure != tree:
         raise UsageError(
-            f"the function that makes the {where} returned the pytree {structure}, but the pytree {tree} in an earlier "
-            "call; return the same structure in every call"
+            f"the function that makes the {where} returned the pytree {structure}, but its first call returned the "
+            f"pytree {tree}; return the same structure in every call"
         )
     return list(leaves)
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Group a model's functions into stages: return the indices of the functions of each stage."""
+    """Group a model's functions into stages. Return one list of function indices per stage."""
     # Each function with params starts a stage. A function without params joins the stage before it, or the first stage.
     groups: list[list[int]] = []
     leading: list[int] = []
@@ -179,7 +179,7 @@ def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
 
 
 def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
-    """Return the dtype of all parameter arrays ``leaves``. Raises ConfigurationError for mixed or unknown dtypes."""
+    """Return the dtype of all arrays in ``leaves``. Raises ConfigurationError for mixed or unsupported dtypes."""
     pairs = [
         (f"{name} in the params of stage {number}", np.dtype(leaf.dtype))
         for number, group in enumerate(leaves)
@@ -189,8 +189,8 @@ def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
     for name, dtype in pairs:
         if dtype.name not in DTYPES:
             raise ConfigurationError(
-                f"{name} is {dtype}; params must be {' or '.join(DTYPES)}: convert trained params, and make other "
-                "values constants of the function. The function may compute in 16 bits"
+                f"{name} is {dtype}, but params must be {' or '.join(DTYPES)}; convert the params to train, and make "
+                "other values constants of the function. The function itself may compute in 16 bits"
             )
         if dtype != expected:
             raise ConfigurationError(f"{name} is {dtype}, but {first} is {expected}; convert all params to one dtype")
@@ -203,7 +203,7 @@ def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
 
 
 def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
-    """Return the platform of the parameter arrays ``leaves``, "cpu" or "gpu", or None if they are not JAX arrays."""
+    """Return the platform of the JAX arrays in ``leaves``, "cpu" or "gpu", or None if there are no JAX arrays."""
     platforms = {
         device.platform
         for group in leaves
@@ -222,10 +222,10 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Return {name of a tied tensor: "LAYER.NAME" of its owner} for each layer. Raises UsageError for invalid ties.
+    """Return a list of one dict per layer: {NAME of a tied tensor: "LAYER.NAME" of the owner}.
 
-    ``tied``: {"LAYER.NAME" of a tied tensor: "LAYER.NAME" of its owner}. ``layers``: parameters of each layer. A layer
-    without ties has an empty dict.
+    A tied tensor shares the values of its owner, a tensor of an earlier layer. ``tied``: {"LAYER.NAME" of a tied
+    tensor: "LAYER.NAME" of the owner}. ``layers``: parameters of each layer. Raises UsageError for invalid ties.
     """
     # Two layers with the same array and no tie are also an error.
     shapes = {

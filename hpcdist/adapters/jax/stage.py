@@ -42,8 +42,8 @@ def compile_passes(
 ) -> CompiledPasses:
     """Compile the forward and backward pass of a stage function ``compute(leaves, x, draw)``. Local.
 
-    ``leaves``, ``x``, ``draw``: arrays with the shapes and dtypes to compile for, or their descriptions: parameters,
-    input and random draw.
+    ``leaves``, ``x`` and ``draw`` are the parameters, the input and the random draw: arrays, or `ShapeDtypeStruct`
+    objects. Only their shapes and dtypes matter.
     """
     jax = library()
     policies = jax.checkpoint_policies
@@ -130,7 +130,7 @@ class StageFunction:
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
         """Wrap the user function ``call``. Raises UsageError unless it has 2 or 3 required arguments.
 
-        ``tree``: pytree structure of its params. ``where``: name of the function in errors.
+        ``tree``: pytree structure of the function's params. ``where``: name of the stage in errors.
         """
         if not callable(call):
             raise UsageError(f"the function of {where} is a {type(call).__name__}; give a function (params, x) -> y")
@@ -150,7 +150,7 @@ class StageFunction:
 
 @dataclass(frozen=True)
 class FunctionChain:
-    """The user functions of one stage, applied one after another. Each gets the output of the previous function."""
+    """The user functions of one stage, in order. Each function gets the output of the function before it."""
 
     functions: tuple[StageFunction, ...]
 
@@ -244,11 +244,11 @@ class JaxStage:
         return repeat_samples(rows, samples)
 
     def kept_bytes(self, samples: int) -> int:
-        """Return the bytes of activations stored for the backward of ``samples`` samples, without input and output."""
+        """Return the bytes of activations that backward needs for ``samples`` samples, without input and output."""
         return self.passes(samples).kept_bytes
 
     def unused(self, samples: int) -> list[str]:
-        """Return the names of the parameters that do not affect the output for ``samples`` samples."""
+        """Return a list of the names of the parameters without gradient in a batch of ``samples`` samples."""
         return [self._leaves.names[index] for index in self.passes(samples).unused]
 
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
@@ -276,8 +276,8 @@ class JaxStage:
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         if x.shape[1:] != self._sample or jax_dtype(x.dtype) != self._dtype:
             raise DataError(
-                f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, but the example had {self._sample} and "
-                f"{self._dtype}; give data like the example, or wrap the model with an example like the data"
+                f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, but the samples of the example have "
+                f"shape {self._sample} and type {self._dtype}; convert the data, or pass another example to wrap"
             )
         passes = self.passes(len(x), draws=saved.draw is not None)
         inside = self._traffic.bring(x)

@@ -74,7 +74,7 @@ def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
 
 @contextlib.contextmanager
 def share_stream(array: Array) -> Iterator[None]:
-    """Context manager: PyTorch launches its kernels on hpcdist's CUDA stream, on which ``array`` was computed."""
+    """Context manager in which PyTorch uses hpcdist's CUDA stream. It does nothing if ``array`` is on the host."""
     if not is_device(arrays_in(array)[0]):
         yield
         return

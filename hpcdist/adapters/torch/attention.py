@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SampleCut:
-    """This rank's share of each sample's tokens under context parallelism, with the memory of its attention calls."""
+    """This rank's tokens of each sample under context parallelism, and a pool of memory for attention calls."""
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
         self.attention = attention  # over the tokens of all context ranks
@@ -33,20 +33,20 @@ class SampleCut:
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return a `Saved` object for the activations of one attention call. Return it with `back` after use."""
+        """Return a `Saved` object that stores one attention call's activations. Pass the object to `back` after use."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1
         return self._free.pop()
 
     def back(self, saved: Saved) -> None:
-        """Release the activations in ``saved``, a result of `take`, so that a later `take` can return it again."""
+        """Release the activations in ``saved``, a result of `take`. A later `take` may return ``saved`` again."""
         saved.release()
         self._free.append(saved)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a sample on this rank."""
+        """Number of tokens of each sample that this rank holds."""
         return len(self.places)
 
 
@@ -60,7 +60,7 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 
 
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
-    """Return the positions in the sample of this rank's ``tokens`` tokens, as int64 of shape (tokens,). Local."""
+    """Return the positions of this rank's ``tokens`` tokens within a sample: int64, shape (tokens,). Local."""
     torch, cut = library(), CURRENT.get()
     if cut is None:
         return torch.arange(tokens, device=device)
@@ -83,10 +83,10 @@ def context_attention(
     enable_gqa: bool = False,
     window: int = 0,
 ) -> "torch.Tensor":
-    """Return the attention of this rank's queries over the tokens of all context-parallel ranks. Collective.
+    """Return the attention of this rank's queries over the keys of all context ranks. Collective over these ranks.
 
-    Arguments as of PyTorch's `scaled_dot_product_attention`. ``window``: number of keys that a causal query sees, or 0
-    for all. All ranks must also run the backward pass. Raises UsageError for unsupported arguments.
+    The arguments before ``window`` are as in PyTorch's `scaled_dot_product_attention`. ``window``: number of keys that
+    a causal query sees, or 0 for all. The backward pass is also collective. Raises UsageError for invalid arguments.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):

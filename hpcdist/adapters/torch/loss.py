@@ -55,7 +55,7 @@ class TorchLoss(Loss):
         self._cut: SampleCut | None = None
 
     def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return a copy of this loss for this rank's tokens ``cut`` only. Needs one prediction per token."""
+        """Return a copy of this loss for this rank's tokens, ``cut``. The loss must have one prediction per token."""
         if self._tokens != cut.whole:
             raise ConfigurationError(
                 f"parallel.context needs a loss with one prediction per token, but the loss has {self._tokens} "
@@ -67,7 +67,7 @@ class TorchLoss(Loss):
         return other
 
     def take_example(self, targets: Any) -> None:
-        """Store ``targets``, the example batch's targets, which `example_targets` repeats for any number of samples."""
+        """Store the example's ``targets``. `example_targets(samples)` then repeats them for ``samples`` samples."""
         self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
@@ -138,7 +138,8 @@ class TorchLoss(Loss):
             if not isinstance(loss, library().Tensor) or loss.numel() != 1 or not loss.is_floating_point():
                 got = tuple(loss.shape) if isinstance(loss, library().Tensor) else type(loss).__name__
                 raise UsageError(
-                    f"the loss function returns {got}; it must return one number, as a tensor, or (sum, weight)"
+                    f"the loss function returns a result of shape or type {got}; it must return a tensor with one "
+                    "floating-point number, or (sum, weight)"
                 )
             loss = loss.reshape(())
             if not loss.requires_grad:
@@ -193,9 +194,9 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets.
+    """Return the average weight of a target in a mean loss, for example 0.9 if the loss ignores 10 % of the targets.
 
-    ``node``: autograd node of the loss. ``predictions``: number of targets.
+    ``node``: autograd node of the loss. ``predictions``: number of targets, including the ignored targets.
     """
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:

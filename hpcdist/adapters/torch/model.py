@@ -34,9 +34,9 @@ Setting = tuple[float | None, float]  # (weight decay, or None for the default; 
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return {recipe key: value} that reproduces the updates of the PyTorch ``optimizer``. Local.
+    """Return a dict of recipe settings that reproduce the updates of the PyTorch ``optimizer``. Local.
 
-    Raises ConfigurationError unless it is AdamW, Adam, SGD or RMSprop with a constant learning rate.
+    The recipe keeps the learning rates constant. Raises ConfigurationError for unsupported optimizers or options.
     """
     # Adam and RMSprop must have no weight decay, and RMSprop no momentum. Groups may differ in rate and decay.
     kind, groups = type(optimizer).__name__, optimizer.param_groups
@@ -99,7 +99,7 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
         if not isinstance(stage, TorchStage):
             raise ConfigurationError(
                 f"recipe_of is for modules wrapped by hpcdist.adapters.torch, but stage {stage.layer} is a "
-                f"{type(stage).__name__}; set optimizer.name and its other keys in the recipe"
+                f"{type(stage).__name__}; set optimizer.name and the other optimizer keys in the recipe"
             )
         keys |= {id(parameter): f"{stage.layer}.{name}" for name, parameter in stage.modules.owned.items()}
     group_of: dict[str, Mapping[str, Any]] = {}
@@ -147,7 +147,7 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
     ``parameters``: {"LAYER.NAME": array}. Raises UsageError for missing or unknown tensors, or wrong shapes.
     """
     torch, remaining = library(), dict(parameters)
-    reason = "these are parameters of other modules"
+    reason = "the parameters belong to other modules"
     cure = "pass the module, or list of stages, that was passed to wrap"
     for layer, cut in enumerate(stages_of(module_or_stages)):
         for name, parameter in cut.owned.items():
@@ -178,9 +178,9 @@ def wrap(
     tokens_per_sample: int = 1,
     adapted: Adapted | None = None,  # has weight decay, layer-wise rates; None: with at least two dims
 ) -> Model:
-    """Return PyTorch modules as a model that hpcdist can train. Local.
+    """Wrap PyTorch modules in a model that hpcdist can train, and return the model. Local.
 
-    ``module_or_stages``: one module, or an ``nn.Sequential`` or list, each child of which becomes a stage.
+    ``module_or_stages``: one module, which becomes one stage, or an ``nn.Sequential`` or list with a child per stage.
     ``loss(outputs, targets)``: returns (summed loss, number of counted targets), or a single number. ``reduction``:
     "mean" or "sum", the meaning of the single number. Raises UsageError or ConfigurationError for unsupported modules.
     """
@@ -229,7 +229,7 @@ def _array(example: Any) -> np.ndarray:
     if isinstance(example, library().Tensor):
         example = example.detach().cpu().numpy()
     if not isinstance(example, np.ndarray) or example.ndim < 1 or not len(example):
-        raise UsageError("the example is not a tensor or array of at least one sample (samples, ...)")
+        raise UsageError("the example must be a tensor or array of shape (samples, ...) with at least one sample")
     return example
 
 

@@ -35,7 +35,7 @@ class StageModules:
             yield from module.modules()
 
     def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
-        """Set all modules of the stage to training or evaluation mode. ``modes``: {module: True for training}."""
+        """Set all modules of the stage to training or evaluation mode. ``modes``: {module: True if training}."""
         # If a mode changes, call `train` of the stage's top-level modules, which users may override.
         if any(module.training != training for module, training in modes.items()):
             for _, module in self.modules:
@@ -62,8 +62,8 @@ class StageModules:
 
 
 def stages_of(module_or_stages: Any) -> list[StageModules]:
-    """Divide a module, or a list of modules, into stages: one per child of an ``nn.Sequential`` or list."""
-    # A module without new parameters joins the stage before it, or the first stage.
+    """Return a list of stages: one for a single module, or one per child of an ``nn.Sequential`` or list."""
+    # A child without new parameters joins the stage before it, or the first stage.
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
     owner: dict[int, tuple[int, str]] = {}  # id of a parameter -> (layer, name there)
@@ -238,7 +238,7 @@ class ParameterBinding:
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in stage.owned.items()}
 
     def free_initial(self, step: int) -> None:
-        """If ``step`` is at least 2, free the initial parameter values, and the parameters of other ranks' stages."""
+        """If ``step`` is at least 2, free the initial parameter values, and all parameters of stages on other ranks."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -248,7 +248,10 @@ class ParameterBinding:
                         parameter.data = parameter.new_empty(0)
 
     def bind(self, stage: StageModules, views: Parameters, same_device: Array) -> None:
-        """Move the parameters of ``stage`` into the arrays ``views``, keyed by parameter name."""
+        """Make the arrays ``views``, {parameter name: array}, the memory of the parameters of ``stage``.
+
+        ``same_device``: any array on the device of ``views``. Raises ConfigurationError if the modules are elsewhere.
+        """
         bound = self._bound[id(stage)]
         if views is not bound.views:
             self._look_at(bound, views, same_device)
@@ -260,7 +263,7 @@ class ParameterBinding:
     def _look_at(self, bound: _StageTensors, views: Parameters, array: Array) -> None:
         if is_device(array) != (self.device.type == "cuda"):
             raise ConfigurationError(
-                f"the modules are on {self.device}, the run computes on {'gpu' if is_device(array) else 'cpu'}; "
+                f"the modules are on {self.device}, but the run computes on {'gpu' if is_device(array) else 'cpu'}; "
                 f"move the modules with module.to({'cuda' if is_device(array) else 'cpu'!r}), or change run.device"
             )
         bound.tensors = {name: tensor_of(views[name]) for name in bound.parameters}
@@ -312,7 +315,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, stage: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context manager in which backward of ``stage`` fills ``gradients``. Yields the set of filled names."""
+        """Context manager in which backward writes to ``gradients``. Yields the set of names of written gradients."""
         bound = self._bound[id(stage)]
         for parameter in bound.parameters.values():
             parameter.grad = None  # the first gradient is written, not added to an old gradient

@@ -53,7 +53,7 @@ class TorchStage:
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return a copy of this stage for this rank's tokens ``cut`` only. The output must have one row per token."""
+        """Return a copy of this stage that computes only this rank's tokens, ``cut``. Each token has one output row."""
         other = copy.copy(self)
         if self._output is not None:
             if self._output[:1] != (cut.whole,):
@@ -208,8 +208,8 @@ class TorchStage:
                 described = f"inputs by name, {', '.join(named)}" if named else f"{len(arguments)} input(s)"
                 raise UsageError(
                     f"stage {self.layer}, {self.name}: {prefix or 'module'} ({type(module).__name__}) cannot be called "
-                    f"with {described}: {unbound}; the first module of a model gets all inputs of a batch, a tuple or "
-                    "dict, as arguments, and each later module gets the previous output"
+                    f"with {described}: {unbound}; the first module of a model gets all inputs of a batch (a tuple or "
+                    "dict) as arguments, and each later module gets the output of the module before"
                 ) from error
             raise
 
@@ -218,7 +218,7 @@ class TorchStage:
         if y.dim() == 0 or tuple(y.shape) != (len(x), *expected):
             raise UsageError(
                 f"stage {self.layer}, {self.name}, returns {tuple(y.shape)} for {len(x)} samples, expected "
-                f"{(len(x), *expected)}: the first dim must be the samples, and the others must be equal in all calls"
+                f"{(len(x), *expected)}; dim 0 must be the samples, and the other dims must be the same in all calls"
             )
         if y.dtype != self.binding.dtype:
             raise UsageError(

@@ -59,7 +59,10 @@ def check_bfloat16() -> None:
 
 
 def check_tensor_cores(feature: str, advice: str) -> None:
-    """Raise MissingCapabilityError, with ``advice``, if the current GPU lacks tensor cores, needed by ``feature``."""
+    """Raise MissingCapabilityError, with ``advice``, if the current GPU has a compute capability below 8.0.
+
+    ``feature``: name of the feature that needs the tensor cores of such a GPU.
+    """
     properties = cupy().cuda.runtime.getDeviceProperties(index())
     major, minor = int(properties["major"]), int(properties["minor"])
     if (major, minor) < (8, 0):
@@ -81,7 +84,7 @@ def count() -> int:
 
 
 def choose(local_rank: int) -> int:
-    """Make GPU ``local_rank`` (modulo the number of GPUs) current, before MPI starts. Return the GPU's index."""
+    """Make GPU ``local_rank`` modulo number of GPUs the current GPU. Return its index. Call before MPI starts."""
     devices = count()
     if devices == 0:
         raise MissingCapabilityError("CUDA sees 0 GPUs; check CUDA_VISIBLE_DEVICES, or set run.device = 'cpu'")
@@ -96,7 +99,7 @@ def index() -> int:
 
 
 def bus_id() -> str:
-    """Return the PCI address of the current GPU: equal in all processes of a node, unlike the CUDA index."""
+    """Return the PCI address of the current GPU. Unlike a CUDA index, this address is equal in all processes."""
     runtime = cupy().cuda.runtime
     return str(runtime.deviceGetPCIBusId(runtime.getDevice()))
 
@@ -117,7 +120,7 @@ def new_stream() -> Any:
 
 
 class Event:
-    """CUDA event that is recorded in a stream. Its CUDA resources return to a pool when this object is deleted."""
+    """CUDA event recorded in a stream. Deleting this object returns the CUDA event to a pool for reuse."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -128,15 +131,15 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """True if the GPU has finished all work before this event."""
+        """True if the GPU has finished all work that was queued before this event."""
         return bool(self._event.done)
 
     def synchronize(self) -> None:
-        """Block the host until the GPU has finished all work before this event."""
+        """Block the host until the GPU has finished all work that was queued before this event."""
         self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
-        """Make later work on the CUDA stream ``stream`` wait for this event."""
+        """Make all work queued from now on in the CUDA stream ``stream`` wait for this event."""
         stream.wait_event(self._event)
 
 
@@ -144,7 +147,7 @@ _free_events: deque[Any] = deque()  # shared by all threads: append and pop are 
 
 
 def record(stream: Any = None) -> Event:
-    """Record and return an event on ``stream`` (None: the current stream), after the work queued there so far."""
+    """Record and return an event after the work queued so far on ``stream``, by default the current stream."""
     try:
         event = _free_events.pop()
     except IndexError:
@@ -159,7 +162,7 @@ def produced() -> None:
 
 
 def pinned(nbytes: int) -> Any:
-    """Return ``nbytes`` bytes of page-locked host memory. Raises MissingCapabilityError if the driver refuses them."""
+    """Return a cupy pointer to ``nbytes`` bytes of pinned host memory. Raises MissingCapabilityError if refused."""
     module = cupy()
     try:
         return module.cuda.alloc_pinned_memory(nbytes)
@@ -170,5 +173,5 @@ def pinned(nbytes: int) -> Any:
 
 
 def to_host_on(stream: Any, source: Any, target: np.ndarray) -> None:
-    """Queue a copy of the GPU array ``source`` to the host array ``target`` on ``stream``, without waiting for it."""
+    """Queue, on ``stream``, a copy of the GPU array ``source`` to the host array ``target``. Does not wait."""
     source.get(stream=stream, out=target, blocking=False)

@@ -53,7 +53,7 @@ class Cublas:
         self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES))
 
     def multiply(self, sizes: tuple[int, int, int], a: Matrices, b: Matrices, out: Matrices, count: int) -> None:
-        """Multiply ``count`` pairs of matrices of ``sizes`` (m, n, k): ``a[i]`` (m, k) times ``b[i]`` (k, n)."""
+        """Write ``count`` products ``a[i] @ b[i]``, (m, k) times (k, n), to ``out``. ``sizes``: (m, n, k)."""
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
         tf32 = name == "float32" and int(os.environ.get("CUPY_TF32") or 0) > 0
@@ -87,16 +87,15 @@ def _loaded(library: str) -> str:
 
 
 class GraphRecorder:
-    """Recorder of a function's GPU kernels as CUDA graphs. Launch all of its graphs on the same stream."""
+    """Recorder of GPU kernels as CUDA graphs. All graphs share memory, so they must be launched on one stream."""
 
-    # All graphs share one memory pool.
     def __init__(self) -> None:
         self._stream, self._pool = device.new_stream(), device.cupy().cuda.MemoryPool()
         self._cublas = Cublas(self._stream)
 
     @property
     def nbytes(self) -> int:
-        """Size of the memory pool and the cuBLAS workspace in bytes."""
+        """Total size of the graphs' memory pool and the cuBLAS workspace in bytes."""
         return int(self._pool.total_bytes()) + WORKSPACE_BYTES
 
     def capture(self, call: Callable[[], T]) -> tuple[Any, T]:

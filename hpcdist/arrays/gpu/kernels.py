@@ -49,8 +49,8 @@ class KernelSource:
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
         """Launch the GPU kernel ``name`` with the arguments ``*args`` on the current stream.
 
-        ``grid``, ``block``: numbers of blocks and of threads per block. Keyword arguments define macros. ``REAL``, the
-        dtype of the elements, is required.
+        ``grid``: number of blocks. ``block``: number of threads per block. Keyword arguments define macros of the
+        source. The macro ``REAL``, the dtype of the elements, is required.
         """
         # Ints are passed as ``long long``; floats as REAL, or as float32 if REAL has 16 bits. Nothing is launched if a
         # dim of ``grid`` is 0.

@@ -92,7 +92,7 @@ def refusal() -> str:
 
 
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
-    """Start to copy a GPU array to the host array ``target`` after the event ``produced``. Return the end event."""
+    """Start to copy ``source`` to the host array ``target`` after the event ``produced``. Return the end event."""
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()
     (device.record() if produced is None else produced).hold_back(_per_thread.stream)
@@ -113,7 +113,7 @@ def to_host(source: Array) -> np.ndarray:
 
 
 def to_device(source: np.ndarray, target: Any) -> Event:
-    """Start to copy ``source`` to the GPU array ``target``. Return the event to wait for before changing ``source``."""
+    """Start to copy ``source`` to the GPU array ``target``. Do not change ``source`` before the returned event."""
     target.set(source)
     event = device.record()
     _per_thread.busy.append((event, source))  # the reference keeps the leased block out of the pool
@@ -137,7 +137,7 @@ def _drop_finished_copies() -> None:
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count the pinned memory that this thread allocates from now on in ``ledger``. None stops the counting."""
+    """Let ``ledger`` count the pinned memory that this thread allocates from now on. None stops the counting."""
     _per_thread.ledger = ledger
 
 
@@ -156,7 +156,7 @@ BlockCopy = Callable[[Range, np.ndarray], None]  # (range of the array, host blo
 
 
 def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
-    """Fill the 1-D GPU array ``target``: ``fill(range, block)`` writes its elements ``range`` to a host array."""
+    """Fill the 1-D GPU array ``target`` in blocks. ``fill(range, block)`` writes elements ``range`` to ``block``."""
     in_flight: list[Event] = []
     for where in cut(Range(0, target.size), BLOCK_BYTES // target.dtype.itemsize):
         if len(in_flight) == 2:  # double buffering: one block is on the bus while the host fills the other
@@ -167,7 +167,7 @@ def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
 
 
 def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
-    """Copy the 1-D GPU array ``source`` to the host in blocks, and call ``take(range, block)`` with each. Local."""
+    """Copy the 1-D GPU array ``source`` to the host in blocks. Call ``take(range, block)`` for each block. Local."""
     produced = device.record()
     arriving: tuple[Range, np.ndarray, Event] | None = None
     for where in cut(Range(0, source.size), BLOCK_BYTES // source.dtype.itemsize):

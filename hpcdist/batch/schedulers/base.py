@@ -78,7 +78,10 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended for good. If its state is unknown, an end time counts as an end."""
+        """True if the job has ended for good.
+
+        If ``state`` is not a `SchedulerState`, the job has ended if it has an end time.
+        """
         return self.state in FINAL_STATES or (self.state not in SchedulerState.__members__ and bool(self.ended_utc))
 
     @property
@@ -106,10 +109,10 @@ def run_command(
     limit_s: float = COMMAND_LIMIT_S,
     environment: Mapping[str, str] | None = None,
 ) -> CommandResult:
-    """Run the command ``line`` (program and arguments) with the text ``script`` as standard input.
+    """Run the command ``line`` (program and arguments) with ``script`` as input. Return a `CommandResult`.
 
-    ``limit_s``: timeout in seconds. ``environment``: None inherits it. Raises MissingCapabilityError, with the
-    message ``absent`` if the program is missing, else with the advice ``cure``.
+    ``limit_s``: timeout in seconds. ``environment``: environment variables, or None for the current variables. Raises
+    MissingCapabilityError, with text ``absent`` if the program is missing, or advice ``cure`` if it does not run.
     """
     program = shutil.which(line[0])
     if program is None:

@@ -18,7 +18,7 @@ _ID: Final = re.compile(r"\d+(?:[_+]\d+)?|\d+(?:\[\d*\])?\.[\w.-]+|local-\d+-\d+
 
 
 def is_id(text: str) -> bool:
-    """Return True if ``text`` has the form of a job number or array task number."""
+    """Return True if ``text`` has the form of a job id or of an array task's id."""
     return _ID.fullmatch(text) is not None
 
 
@@ -48,10 +48,7 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return (list of `JobState`, error text or "").
-
-    The list has one state per execution of the job ids ``jobs`` in Slurm accounting.
-    """
+    """Return (list with a `JobState` per execution of ``jobs`` in Slurm accounting, error text or "")."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"
@@ -62,7 +59,7 @@ def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Cancel the jobs with the ids ``jobs`` at once. Raises MissingCapabilityError if the scheduler refuses."""
+    """Cancel the jobs with the ids ``jobs``. Raises MissingCapabilityError if a scheduler refuses."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if slurm_jobs:
         slurm.cancel(slurm_jobs)

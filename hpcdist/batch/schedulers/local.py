@@ -64,12 +64,11 @@ end "$code"
 
 
 def submit(script: str, log: Path, begin: datetime | None = None) -> str:
-    """Start the bash script text ``script`` in the background, and return its job id. Raises StorageError.
+    """Start a background job that runs the bash script text ``script``. Return the job id. Raises StorageError.
 
-    ``log``: file for its output. ``begin``: start time, or None to start now.
+    ``log``: file to which the job's output is appended. ``begin``: start time, or None to start now.
     """
-    # The job continues when this process ends. It inherits the environment, plus HPCDIST_JOB_ID. Its output is appended
-    # to ``log``.
+    # The job continues when this process ends. It inherits the environment, plus HPCDIST_JOB_ID.
     bash = shutil.which("bash")
     if bash is None:
         raise MissingCapabilityError("bash is not on PATH; install bash, which runs jobs if there is no scheduler")
@@ -166,7 +165,7 @@ def cancel(job: str) -> bool:
         raise UsageError(f"there is no job {job!r} in {_home()}; run `hpcdist jobs status` to list the jobs")
     is_foreign = record.get("boot") != boot_id()  # of another machine, or before a reboot of this machine
     if is_foreign and record.get("host") != socket.gethostname():
-        raise MissingCapabilityError(f"job {job} was started on {record.get('host')}: cancel the job on that machine")
+        raise MissingCapabilityError(f"job {job} was started on {record.get('host')}; cancel the job on that machine")
     if is_foreign or not _alive(job) or _code(job)[0] is not None:
         return False
     (_home() / job / "cancelled").touch()

@@ -64,7 +64,7 @@ def submit(script: str, after: str | None = None) -> str:
 
 
 def cancel(job: str) -> None:
-    """End ``job`` with qdel: SIGTERM, then SIGKILL after kill_delay. Raises MissingCapabilityError if qdel fails."""
+    """End ``job`` with qdel, which sends SIGTERM and later SIGKILL. Raises MissingCapabilityError if qdel fails."""
     answer = _output_of("qdel", job)
     if answer.code != 0 and "job has finished" not in answer.complaint.lower():
         raise MissingCapabilityError(
@@ -73,10 +73,7 @@ def cancel(job: str) -> None:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return {job id: `JobState`} for the ids ``jobs``. Jobs that PBS does not know are left out.
-
-    Raises MissingCapabilityError.
-    """
+    """Return {job id: `JobState`} for the ids ``jobs`` that PBS knows. Raises MissingCapabilityError if qstat fails."""
     numbers = list(jobs)
     answer = _output_of("qstat", "-x", "-f", "-F", "json", *numbers)
     if answer.code != 0 and "job history" in answer.complaint.lower():  # history is off: ask without -x

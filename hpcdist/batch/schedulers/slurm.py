@@ -35,7 +35,7 @@ _ENERGY: Final = re.compile(r"(?:^|,)energy=([^,]*)", re.ASCII)
 
 
 def queued(jobs: Sequence[str]) -> list[JobState]:
-    """Return a list of the `JobState` of the ids ``jobs`` from squeue, one per array task or component.
+    """Return a list of one `JobState` per array task or component of the job ids ``jobs``, from squeue.
 
     Raises MissingCapabilityError if squeue fails.
     """
@@ -73,9 +73,9 @@ def _queued(row: list[str]) -> JobState:
 
 
 def accounted(jobs: Sequence[str]) -> list[JobState]:
-    """Return a list of the `JobState` of the ids ``jobs`` from sacct. A requeued job has one per execution.
+    """Return a list of one `JobState` per execution of the job ids ``jobs``, from sacct.
 
-    Raises MissingCapabilityError if sacct fails.
+    A requeued job has several executions. Raises MissingCapabilityError if sacct fails.
     """
     options = ["--noheader", "--parsable2", "--duplicates"]
     code, output, complaint = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
@@ -140,7 +140,7 @@ def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
 
 
 def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
-    """Return {job id: job name} for the ids ``jobs`` (None: all jobs of this user), or {} without Slurm."""
+    """Return {job id: job name} for the ids ``jobs``, or for all jobs of this user if None. Return {} without Slurm."""
     selection = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
     try:
         code, output, _ = _run("squeue", "--noheader", "--states=all", selection, "--Format=JobArrayID:|,Name:|")
@@ -165,10 +165,7 @@ def log_of(job: str) -> str:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel all unfinished jobs among ``jobs``, the ids of jobs or array tasks.
-
-    Raises MissingCapabilityError on failure.
-    """
+    """Cancel the unfinished jobs among ``jobs``, job or array task ids. Raises MissingCapabilityError on failure."""
     code, _, complaint = _run("scancel", *jobs)
     if code and "already completing or completed" not in complaint.lower():
         raise MissingCapabilityError(f"scancel failed: {complaint or f'exit code {code}'}; try again")
@@ -298,7 +295,7 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return ``environment`` without variables that override options of srun, or of the job script text ``script``."""
+    """Return ``environment`` without the variables that override srun options or the #SBATCH options in ``script``."""
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
     # For sbatch variables override directives, and --requeue and --no-requeue override each other.
     if options & {"--requeue", "--no-requeue"}:

@@ -24,9 +24,9 @@ _DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; * means that the 
 
 
 def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Return (names of lost nodes, names of usable nodes) of the Slurm job of the variables in ``environment``.
+    """Return (names of lost nodes, names of usable nodes) of the current Slurm job, or ([], []) if unknown.
 
-    Return ([], []) if Slurm does not answer.
+    ``environment``: environment variables that name the job.
     """
     # A node is lost if Slurm removed it, reports it as down or not responding, or if a test process does not run in
     # time.
@@ -43,7 +43,7 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 
 
 class SlurmAllocation:
-    """Nodes of the current Slurm job, and a check whether enough of them are left to restart the training."""
+    """Nodes of the current Slurm job, and a check that enough nodes remain to restart the training."""
 
     # ``needed``: number of nodes that a restart needs (None: any). ``whole``: a restart needs all nodes of the job.
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
@@ -71,7 +71,7 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait until enough nodes answer for a restart, or SlurmdTimeout passes. Return a received signal, or None.
+        """Wait until enough nodes for a restart answer, or SlurmdTimeout has passed. Return a received signal or None.
 
         ``pause(seconds)`` sleeps, and returns a received signal or None. ``say(text)`` prints a message.
         """

@@ -41,7 +41,7 @@ class AccountedStep(NamedTuple):
     of_nodes: Mapping[str, float] = MappingProxyType({})  # joules of the nodes with the least and the most energy
 
     def shares(self) -> dict[str, float]:
-        """Return {node name: energy in J} of this step. Nodes without a measurement divide the rest equally."""
+        """Return {node name: energy in J} of this step. Unmeasured nodes get equal shares of the remaining energy."""
         measured = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
         rest = max(0.0, (self.joules or 0.0) - sum(measured.values()))
         others = [node for node in self.nodes if node not in measured]
@@ -49,7 +49,7 @@ class AccountedStep(NamedTuple):
 
 
 class AccountedEnergy(NamedTuple):
-    """Energy of a job in joules from Slurm accounting, or None, and the reason if it is missing or incomplete."""
+    """Energy of a job in joules, from Slurm accounting, and the reason if the energy is missing or incomplete."""
 
     joules: float | None  # None: unknown
     missing_reason: str = ""  # why the energy is unknown or incomplete
@@ -67,8 +67,8 @@ def joules(text: str) -> float | None:
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
     """Return the energy of one finished execution of a job from its accounting records.
 
-    ``job``: record of the whole job. ``steps``: records of its steps; the energy of overlapping steps is not
-    counted twice.
+    ``job``: record of the whole job. ``steps``: records of the job's steps. Where steps overlap, the energy counts
+    only once.
     """
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
@@ -157,7 +157,7 @@ def _listed(nodes: Sequence[str]) -> str:
 
 
 def expand_hostlist(short: str) -> tuple[str, ...]:
-    """Return the node names in a Slurm host list such as n[1-2,04]. Raises ConfigurationError for an invalid list."""
+    """Return a tuple of the names in a Slurm host list such as n[1-2,04]. Raises ConfigurationError if invalid."""
     if short in ("", "None assigned", "Unknown"):
         return ()
     if not _HOSTLIST.fullmatch(short):

@@ -67,9 +67,9 @@ def available_bytes() -> int:
 
 
 def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
-    """Return the number of buffers to use in turn: 1 if ``hot``, else more than a CPU cache of ``cache_bytes`` holds.
+    """Return the number of buffers to use in turn: 1 if ``hot``, else enough to exceed a cache of ``cache_bytes``.
 
-    ``nbytes``: size of a buffer. ``limit_bytes``: memory that all buffers together may use.
+    ``nbytes``: size of each buffer. ``limit_bytes``: maximum size of all buffers together.
     """
     return 1 if hot else max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
 
@@ -101,12 +101,12 @@ class BufferContents:
             yield start, piece, tile[: piece.size]
 
     def fill(self, buffer: np.ndarray, rank: int, first_element: int) -> None:
-        """Write the test input of ``rank`` into ``buffer``, from element ``first_element`` of the input on. Local."""
+        """Write the test input of ``rank``, starting at its element ``first_element``, into ``buffer``. Local."""
         for _, piece, values in self._pieces(buffer, rank, first_element):
             piece[...] = values
 
     def fill_slots(self, slots: np.ndarray, rank: int) -> None:
-        """Write the test input of ``rank`` into the rows of ``slots``, in row k from its element k on. Local."""
+        """Fill each row of ``slots`` with the test input of ``rank``. Row k starts at element k of the input. Local."""
         # Rows are written in order, so that the cache holds the last rows.
         count, size = slots.shape
         num_grouped = 0
@@ -119,9 +119,9 @@ class BufferContents:
             self.fill(slots[slot], rank, slot)
 
     def first_difference(self, buffer: np.ndarray, rank: int | None, first_element: int) -> int:
-        """Return the first index at which ``buffer`` differs from the test input of ``rank``, or -1.
+        """Return the first index at which ``buffer`` differs from the test input of ``rank``, or -1 if equal.
 
-        ``rank`` None: compare with the sum of all inputs. ``first_element``: first element of the input to compare.
+        ``rank`` None means the sum of all inputs. ``buffer[0]`` corresponds to the input's element ``first_element``.
         """
         for start, piece, values in self._pieces(buffer, rank, first_element):
             differs = piece.view(self._bits) != values.view(self._bits)  # no value is a negative zero
@@ -132,7 +132,7 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """Expected result of a collective: a range of the input of ``rank``. ``rank`` None: of the sum of all inputs."""
+    """Expected values in the range ``part`` of a result: test input of ``rank``. ``rank`` None: sum of all inputs."""
 
     part: Range
     rank: int | None
@@ -165,7 +165,7 @@ class BufferPool:
         return len(self._users) == self.count
 
     def take(self, contender: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an unused (buffer, result array) for algorithm number ``contender``."""
+        """Return an unused pair (buffer, result array). Record that algorithm number ``contender`` uses the pair."""
         slot = len(self._users)
         self._users.append(contender)
         return self.buffer(slot), self.result(slot)
@@ -179,7 +179,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return a text about the first wrong element of algorithm number ``contender``, or "" if correct. Local."""
+        """Return a text about the first wrong result of algorithm number ``contender``, or "" if none is wrong."""
         for slot in (slot for slot, user in enumerate(self._users) if user == contender):
             data = self.result(slot) if in_result else self.buffer(slot)
             for item in expected:
@@ -250,7 +250,7 @@ _OPERATIONS: Final[dict[str, tuple[Mapping[str, Any], Callable[[Communicator, Co
 
 
 def algorithms(op: str) -> tuple[str, ...]:
-    """Return the names of the algorithms for the collective ``op``. The first is "native": the MPI library. Local."""
+    """Return the names of the algorithms for ``op``. The first name, "native", means the MPI library. Local."""
     names = tuple(_OPERATIONS[op][0])
     return (*names, AUTO) if op == "allreduce" else names
 
@@ -270,7 +270,7 @@ def contender(
 ) -> CollectivesContender:
     """Prepare ``algorithm`` for the benchmark of ``cell`` (collective, dtype and size). Collective over ``comm``.
 
-    ``memory_kind``: "ordinary" or "shared" buffers. ``chosen``: algorithm that "auto" uses.
+    ``memory_kind``: "ordinary" or "shared" buffers. ``chosen``: algorithm to run if ``algorithm`` is "auto", else "".
     """
     prepare = _OPERATIONS[cell.op][1]
     run, expected = prepare(comm, cell, chosen or algorithm)
@@ -278,7 +278,7 @@ def contender(
 
 
 def references(comm: Communicator) -> list[CollectivesContender]:
-    """Return transfers for comparison: a memory copy, and an exchange between two nodes. Collective."""
+    """Return a list of reference transfers: a memory copy and, with two nodes or more, an exchange. Collective."""
     contenders = [CollectivesContender(MEMCPY, ORDINARY, lambda buffer, result: np.copyto(result, buffer), None)]
     members = comm.nodes().members
     if len(members) > 1:
@@ -308,7 +308,7 @@ def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndar
 
 
 def chosen(comm: Communicator, dtype: np.dtype, memory_kind: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Measure the fastest allreduce algorithm for each size up to ``max_bytes``. Return them as a table. Collective.
+    """Return a table of the fastest allreduce algorithm for each size up to ``max_bytes``, by measurement. Collective.
 
     ``memory_kind``: "ordinary" or "shared" buffers. ``mpi_library``: name of the MPI library.
     """

@@ -26,7 +26,7 @@ from hpcdist.reporting.table import MISSING, Catalogue, Figure, text_of
 
 @dataclass(frozen=True)
 class CollectivesRow(ConfigurationKey):
-    """Table row of one benchmarked algorithm. Durations were measured on the slowest rank. None: not applicable."""
+    """Table row of a benchmarked algorithm. All durations refer to the slowest rank. None means not applicable."""
 
     reference: bool
     iterations: int
@@ -43,7 +43,7 @@ class CollectivesRow(ConfigurationKey):
 
 
 def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
-    """Return a table row per configuration, sorted by operation, dtype, ranks and size, the MPI library first."""
+    """Return a list of one row per configuration, sorted by operation, dtype, ranks, size and algorithm."""
     configurations = list(configurations)
     native_s = {
         _cell(configuration): float(np.median(configuration.slowest_s))
@@ -146,7 +146,7 @@ def notes(table: Sequence[CollectivesRow]) -> list[str]:
 
 
 def jsonable(results: CollectivesResults) -> dict[str, Any]:
-    """Return ``results`` as values for JSON, with one object per configuration. Missing figures are null."""
+    """Return a dict for JSON with the provenance and one object per configuration. Missing values are null."""
     return {
         "provenance": dict(results.provenance),
         "configurations": [asdict(row) for row in rows(results.configurations)],
@@ -154,7 +154,7 @@ def jsonable(results: CollectivesResults) -> dict[str, Any]:
 
 
 def plot(table: Sequence[CollectivesRow], file: Path) -> None:
-    """Plot duration and bus bandwidth against the size to ``file``. Raises UsageError without a correct result."""
+    """Save a plot of duration and bus bandwidth over size to ``file``. Raises UsageError without a correct result."""
     panels: dict[tuple[str, str, int], list[CollectivesRow]] = {}
     for row in table:
         if not row.wrong:

@@ -70,13 +70,13 @@ class CollectivesCell:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of a buffer."""
         return self.bytes // dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class CellLimits:
-    """Length of one measurement: a number of ``iterations``, or about ``seconds`` if that is not set."""
+    """Length of one measurement: ``iterations`` iterations, or about ``seconds`` if ``iterations`` is None."""
 
     seconds: float  # of all algorithms together, if ``iterations`` is None
     iterations: int | None
@@ -86,7 +86,7 @@ class CellLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesRequest(CellLimits):
-    """Settings of a benchmark of collectives. Empty ``algorithms``: measure all supported algorithms."""
+    """Settings of a benchmark of collectives. If ``algorithms`` is empty, all supported algorithms are measured."""
 
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
@@ -99,10 +99,10 @@ class CollectivesRequest(CellLimits):
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return the number of elements that each rank sends to rank 0, 1, ... in the all-to-all exchange ``op``.
+    """Return a list: item i is the number of elements that every rank sends to rank i in the all-to-all ``op``.
 
-    The sizes are equal, or smaller for higher ranks if ``op`` is uneven. ``size``: elements that rank 0 receives.
-    ``ranks``: number of ranks.
+    The items are equal, or largest for rank 0 if ``op`` is uneven. ``size``: total number of elements that rank 0
+    receives. ``ranks``: number of ranks.
     """
     first = size // ranks
     if op.endswith("-zipf"):
@@ -113,14 +113,14 @@ def part_sizes(op: str, size: int, ranks: int) -> list[int]:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return the ratio of bus bandwidth to algorithm bandwidth of ``op``. It is 0 on one rank."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth of ``op``. The ratio is 0 on one rank."""
     if op == "broadcast":
         return float(ranks > 1)
     return (2.0 if op == "allreduce" else 1.0) * (ranks - 1) / ranks
 
 
 def sizes(texts: Iterable[str]) -> tuple[int, ...]:
-    """Parse sizes and ranges such as "16K" and "4K-64M x4". Return bytes, ascending. Raises UsageError."""
+    """Parse texts such as "16K" or the range "4K-64M x4" to an ascending tuple of bytes. Raises UsageError."""
     numbers: set[int] = set()
     for text in texts:
         position, stripped = 0, text.strip()
@@ -147,7 +147,7 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
 
 
 def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
-    """Return the combinations to measure, in random order equal on all ranks, and messages. Local."""
+    """Return (cells to measure, in a random order that is equal on all ranks; messages about rounded sizes)."""
     combinations, notes = [], []
     for dtype in request.dtypes:
         for op in request.operations:
@@ -200,7 +200,7 @@ class ConfigurationKey:
 
 @dataclass(frozen=True)
 class CollectivesConfiguration:
-    """Measurements of one configuration: an algorithm, or a transfer to compare with."""
+    """Measurements of one configuration: an algorithm, or a reference transfer such as a memory copy."""
 
     key: ConfigurationKey
     reference: bool  # a memory copy, or an exchange between nodes
@@ -213,14 +213,14 @@ class CollectivesConfiguration:
 
     @property
     def slowest_s(self) -> np.ndarray:
-        """Array of the duration of each iteration on its slowest rank, in seconds. Idle ranks (NaN) are ignored."""
+        """Array of the longest duration of each iteration over all ranks, in seconds. Idle ranks (NaN) are ignored."""
         slowest: np.ndarray = np.fmax.reduce(self.time_s, axis=1)
         return slowest
 
 
 @dataclass(frozen=True)
 class CollectivesResults:
-    """Contents of a results file of the benchmark of collectives: origin of the file, and measurements."""
+    """Contents of a results file of the collectives benchmark: provenance of the file, and measurements."""
 
     provenance: Mapping[str, Any]
     configurations: tuple[CollectivesConfiguration, ...]
@@ -241,7 +241,7 @@ def append(path: Path, configurations: Sequence[CollectivesConfiguration], prove
 
 
 def read(path: Path) -> CollectivesResults:
-    """Return the content of the results file ``path``, with its configurations sorted. Raises StorageError."""
+    """Return the content of the results file ``path``, with sorted configurations. Raises StorageError."""
     with FORMAT.read(path) as (provenance, groups):
         configurations = [output_file.read_record(group, CollectivesConfiguration) for group in groups.values()]
 

@@ -44,7 +44,7 @@ class CellSamples:
 
 
 class CellTiming:
-    """Measurement of one collective and size with several algorithms. Construction is collective over ``comm``."""
+    """Measurement of several algorithms for one collective, dtype and size. Construction is collective."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CellTiming:
         self._rows: list[tuple[list[float], list[float]]] = []  # per round: begin and duration of each contender
 
     def run(self, limits: CellLimits, seed: Sequence[int]) -> list[CellSamples]:
-        """Measure all algorithms in an order drawn with ``seed``. Return samples on rank 0, else []. Collective."""
+        """Time all algorithms in random order. Return a `CellSamples` per algorithm on rank 0, else []. Collective."""
         order = np.random.default_rng(list(seed))  # the same on every rank
         for pool in self._pools.values():
             pool.fill(self._contents, self._comm.rank)
@@ -161,7 +161,10 @@ class PoolMemory:
 
 
 def take_memory(comm: Communicator, request: results.CollectivesRequest, notes: list[str]) -> PoolMemory:
-    """Allocate memory for ``request``. Append warnings to ``notes``. Raises UsageError. Collective."""
+    """Allocate the buffers of the benchmark ``request``. Collective over ``comm``.
+
+    Appends warnings to the list ``notes``. Raises UsageError if a buffer does not fit into memory.
+    """
     kinds = dict.fromkeys([ORDINARY, *request.buffers])
     limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (1 + len(kinds))
     # All ranks need the same number of slots: use the minimum of the memory and the maximum of the cache.
@@ -195,11 +198,10 @@ class _ContenderChoice:
     def contenders(
         self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
     ) -> list[CollectivesContender]:
-        """Return the supported algorithms for ``cell``, and transfers to compare with. Collective.
+        """Return a list of the supported algorithms for ``cell``, and of the reference transfers. Collective.
 
-        ``pools``: {kind of memory: buffers} to try each algorithm on. ``contents``: test inputs.
+        ``pools``: {kind of memory: pool}. Each algorithm is tried on slot 0 of a pool. ``contents``: test inputs.
         """
-        # Each algorithm is tried on slot 0 of ``pools``.
         names = contenders.algorithms(cell.op)
         named = [name for name in self.request.algorithms if name in names]
         runnable = []
@@ -234,10 +236,10 @@ def run(
     print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Run the benchmark ``request``. Raises UsageError. Collective over ``comm``.
+    """Run the benchmark ``request``. Raises UsageError if an algorithm cannot run. Collective over ``comm``.
 
-    ``mpi_library``: name to store. ``save``: function that stores results on rank 0. ``print_line``: function that
-    prints on rank 0. ``memory``: buffers to use, or None to allocate them.
+    ``mpi_library``: name of the MPI library. ``save``: function that stores results on rank 0. ``print_line``:
+    function that prints on rank 0. ``memory``: buffers to use, or None to allocate new buffers.
     """
     order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)

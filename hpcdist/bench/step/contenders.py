@@ -27,7 +27,7 @@ from hpcdist.optim.config import OptimizerConfig
 
 
 def load_torch() -> Any:
-    """Return the module torch. Raises MissingCapabilityError if PyTorch is not installed."""
+    """Import and return the module torch. Raises MissingCapabilityError if PyTorch is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -68,7 +68,7 @@ def _modules() -> tuple[Any, Any]:
 
 
 def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
-    """Return a PyTorch module like the GPT ``model``, with the parameter values in ``store``. Local."""
+    """Return a PyTorch module equivalent to the GPT ``model``, with a copy of the parameters in ``store``. Local."""
     torch = load_torch()
     nn, (embed, block) = torch.nn, _modules()
     layers = {"norm": nn.LayerNorm(shape.hidden), "head": nn.Linear(shape.hidden, shape.vocabulary, bias=False)}
@@ -86,7 +86,7 @@ def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
 
 
 def cross_entropy(logits: Any, targets: Any) -> Any:
-    """Return the mean cross-entropy loss of ``logits`` for ``targets``, token ids of shape (batch, context)."""
+    """Return the mean cross-entropy loss of ``logits``. ``targets``: token ids of shape (batch, context)."""
     return load_torch().nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -111,9 +111,9 @@ class TorchRun:
         self._module = torch.compile(module) if name == COMPILED else module
 
     def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
-        """Run a step after a barrier of ``barrier_comm``. Return durations and loss. Collective.
+        """Run a training step after a barrier on ``barrier_comm``. Return durations and this rank's loss. Collective.
 
-        ``x``: token ids. ``targets``: token ids to predict.
+        ``x``: input token ids of this rank. ``targets``: token ids to predict.
         """
         torch = load_torch()
         wide_x, wide_targets = (torch.from_numpy(array.astype(np.int64)) for array in (x, targets))
@@ -139,20 +139,20 @@ class TorchRun:
 
 
 def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
-    """Set PyTorch's number of threads, and start its process group, once per process. Collective."""
+    """Set PyTorch's number of threads and start the process group. Call once per process. Collective over ``comm``."""
     load_torch().set_num_threads(threads)
     if comm.size > 1:
         begin_torch_group(comm, folder)
 
 
 def try_compile() -> None:
-    """Compile and call a function with torch.compile. Raises RuntimeError if compilation is unsupported."""
+    """Compile and call a small function with torch.compile. Raises RuntimeError if torch.compile does not work."""
     torch = load_torch()
     torch.compile(lambda x: (x * x + x).sum())(torch.ones(8, requires_grad=True)).backward()
 
 
 def torch_product(side: int) -> Callable[[], float]:
-    """Return a function that multiplies two ``side`` x ``side`` matrices in PyTorch and returns the seconds."""
+    """Return a function that multiplies two ``side`` x ``side`` matrices in PyTorch and returns the seconds used."""
     torch = load_torch()
     a, b = torch.randn(2, side, side)
     product = torch.empty(side, side)
@@ -166,7 +166,7 @@ def torch_product(side: int) -> Callable[[], float]:
 
 
 def begin_jax(threads: int) -> None:
-    """Import JAX, limited to one thread if ``threads`` is 1. Raises MissingCapabilityError."""
+    """Import JAX. If ``threads`` is 1, limit JAX to one thread. Raises MissingCapabilityError without JAX."""
     if threads == 1:  # JAX reads XLA_FLAGS when it is imported
         one_thread = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {one_thread}".strip()
@@ -177,7 +177,7 @@ def begin_jax(threads: int) -> None:
 
 
 def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
-    """Return a JAX version of the GPT ``model`` as an hpcdist model, with its parameters in ``store``. Local."""
+    """Return an hpcdist model that runs the GPT ``model`` in JAX, with a copy of the parameters in ``store``. Local."""
     from hpcdist.adapters.jax.model import wrap
 
     block = partial(_block, heads=shape.heads)

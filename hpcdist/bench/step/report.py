@@ -20,15 +20,15 @@ PASSES: Final = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class StepTableRow:
-    """Table row of one benchmarked implementation. Durations are medians over steps of the slowest rank."""
+    """Table row of one benchmarked implementation. Durations are medians over steps of the maximum over ranks."""
 
     name: str
     step_s: float
     quartiles_s: tuple[float, float]
-    cpu_s: float
+    cpu_s: float  # median over steps of the sum over ranks
     tokens_per_s: float
     x_eager: float | None  # (time of PyTorch eager) / (this time)
-    x_eager_cpu: float | None  # the same for CPU time
+    x_eager_cpu: float | None  # (CPU time of PyTorch eager) / (this CPU time)
     flops_per_s: float
     mfu: float  # flops_per_s relative to the peak
     phases_s: Mapping[str, float | None]  # None for an unmeasured phase
@@ -40,13 +40,13 @@ class StepTableRow:
 
 
 def peak_flops_per_s(results: StepResults) -> dict[str, float]:
-    """Return {library: number of ranks times the peak speed of the slowest rank, in flop/s}."""
+    """Return {array library: peak of all ranks in flop/s}: the number of ranks times the slowest rank's speed."""
     rates = results.matmul_flops_per_s
     return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
 
 def rows(results: StepResults) -> list[StepTableRow]:
-    """Return a table row for each benchmarked implementation in ``results``, in the same order."""
+    """Return a list of table rows, one for each benchmarked implementation, in the order of ``results``."""
     eager = next((case for case in results.cases if case.name == EAGER), None)
     return [_row(results, case, eager) for case in results.cases]
 
@@ -97,7 +97,7 @@ _FIGURES: Final[Catalogue[StepTableRow]] = Catalogue(
 
 
 def text(results: StepResults) -> str:
-    """Format ``results`` as text: tables of implementations, operations, losses and memory, and skipped ones."""
+    """Format ``results`` as text: speeds, times of operations, losses, memory, and skipped implementations."""
     table, about = rows(results), results.provenance
     model = ", ".join(f"{name} {value}" for name, value in asdict(results.shape).items())
     machine = f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}"
@@ -120,7 +120,7 @@ def text(results: StepResults) -> str:
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
-    """Return {(operation kind, pass): median seconds per step}. ("other", "step"): the remaining time."""
+    """Return {(operation kind, pass): median seconds per step}. The key ("other", "step") has the remaining time."""
     seconds = dict(case.operation_s)
     step_s = seconds.pop(("all", "step"), None)
     if step_s is not None:
@@ -162,7 +162,7 @@ def _memory(row: StepTableRow, nbytes: float) -> str:
 
 
 def jsonable(results: StepResults) -> dict[str, Any]:
-    """Return ``results`` as values for JSON, with one object per implementation. Missing figures are null."""
+    """Return ``results`` as a dict for JSON, with one row per implementation. Unknown values are None."""
     return {
         "provenance": dict(results.provenance),
         "shape": asdict(results.shape),
@@ -176,7 +176,7 @@ def jsonable(results: StepResults) -> dict[str, Any]:
 
 
 def plot(results: StepResults, file: Path) -> None:
-    """Plot phases, operations and loss differences of ``results`` to ``file``. Raises HpcdistError."""
+    """Plot the phase times, operation times and loss differences in ``results`` to ``file``. Raises HpcdistError."""
     profiled = any(case.operation_s for case in results.cases)
     panels = [_draw_phases, *[_draw_operations] * profiled, *[_draw_losses] * (len(results.cases) > 1)]
     with drawing(file, 5.5 * len(panels), 5.0) as figure:

@@ -27,7 +27,7 @@ SAME: Final = 1e-4  # largest relative difference of losses that agree
 
 @dataclass(frozen=True)
 class StepShape:
-    """Shape of a GPT, and the number of samples per rank in a step."""
+    """Shape of a GPT, and the number ``samples`` of samples per rank and training step."""
 
     layers: int = 4
     hidden: int = 256

@@ -41,12 +41,12 @@ class StepSample:
 
 
 def token_type(shape: StepShape) -> "np.dtype[Any]":
-    """Return the smallest unsigned integer dtype for token ids of the model ``shape``."""
+    """Return the smallest unsigned integer dtype that holds every token id of the model ``shape``."""
     return np.min_scalar_type(shape.vocabulary - 1)
 
 
 def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
-    """Yield ``steps`` batches of random tokens, equal on all ranks: arrays (ranks x samples, context + 1). Local."""
+    """Yield ``steps`` global batches of random tokens: arrays (ranks * samples, context + 1), equal on all ranks."""
     # A token has `CHOICES` possible successors, so that the loss falls as in real training.
     shape = request.shape
     rng = np.random.default_rng([request.seed, 1])
@@ -63,7 +63,7 @@ def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class StepCase:
-    """Measurements of one implementation: arrays (step, rank), or (step, rank, phase). NaN: not measured."""
+    """Measurements of one implementation: arrays (step, rank), (step, rank, phase) or (step). NaN: not measured."""
 
     name: str
     step_s: Annotated[np.ndarray, SampleColumn("time from a barrier to the end of the step")]
@@ -87,7 +87,7 @@ class StepResults:
 
 
 def write(path: Path, results: StepResults) -> None:
-    """Write ``results`` to the new file ``path``, completely or not at all. Raises StorageError."""
+    """Write ``results`` atomically to the new file ``path``. Raises StorageError."""
     with FORMAT.edit(path, {**results.provenance, **asdict(results.shape)}) as file:
         file.create_dataset("phases", data=list(PHASES))
         file.create_group("left_out").attrs.update(results.left_out)

@@ -65,7 +65,7 @@ _NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
 
 
 class TimedRun(TimedTraining):
-    """Timed training of ``model``, replicated on all ranks of ``comm``. Construction is collective."""
+    """Timed data-parallel training of ``model`` on all ranks of ``comm``. Construction is collective."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TimedRun(TimedTraining):
         super().__init__(context, ParallelConfig(), initial)
 
     def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
-        """Run a step on tokens ``x`` and labels ``targets``. Return durations and global loss. Collective."""
+        """Run a step on local tokens ``x`` and labels ``targets``. Return durations and global loss. Collective."""
         done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, barrier_comm)
         phases: defaultdict[str, float] = defaultdict(float)
         for operation, (first_s, last_s) in zip(self.operations, self.timer.timed, strict=True):
@@ -101,9 +101,9 @@ class TimedRun(TimedTraining):
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 
     def profile(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> Seconds:
-        """Run a step on tokens ``x`` and labels ``targets``. Return {(operation kind, pass): seconds}. Collective.
+        """Run a step whose operations are timed. Return {(operation kind, pass): seconds on this rank}. Collective.
 
-        The step starts after a barrier of ``barrier_comm``.
+        ``x``: local tokens. ``targets``: labels. The step starts after a barrier on ``barrier_comm``.
         """
         # Further keys are "clipping" (with the gradient norm), "update", "communication" and "all" (the whole step).
         seconds: Seconds = defaultdict(float)
@@ -120,7 +120,7 @@ class TimedRun(TimedTraining):
         return dict(seconds)
 
     def activation_bytes(self) -> int:
-        """Return the peak size of the activations on this rank so far, in bytes. Local."""
+        """Return the maximum size of the activations on this rank since construction, in bytes. Local."""
         return self.ledger.peak["activations"]
 
 
@@ -134,7 +134,7 @@ def _phase(operation: Operation) -> str:
 
 
 def timed_operations(table: Operations, seconds: Seconds) -> Operations:
-    """Return a copy of ``table`` whose operations add their durations to ``seconds``, {(kind, pass): sum}."""
+    """Return a copy of ``table`` with timed operations, which add to ``seconds``, {(operation kind, pass): sum}."""
     entries = {field.name: getattr(table, field.name) for field in fields(table)}
     return replace(table, **{name: _Timed(entry, KINDS.get(name, name), seconds) for name, entry in entries.items()})
 
@@ -161,7 +161,7 @@ class _Timed:
 
 
 def run(comm: Communicator, request: StepRequest, provenance: dict[str, Any], print_line: Print) -> StepResults | None:
-    """Benchmark the implementations of ``request``. Return the results on rank 0, else None. Collective.
+    """Benchmark the implementations in ``request``. Return the results on rank 0, None elsewhere. Collective.
 
     ``provenance``: attributes of the results file. ``print_line``: function that prints progress.
     """

@@ -41,20 +41,20 @@ from hpcdist.reporting.units import counted
 
 
 class ResolvedTrial(NamedTuple):
-    """Complete recipe of a trial: its TOML text, and its values by dotted key such as "model.layers"."""
+    """Complete recipe of a trial: the ``text`` in TOML, and the ``values`` by dotted key such as "model.layers"."""
 
     text: str
     values: Mapping[str, Any]
 
 
 class RecipeResolver(Protocol):
-    """Interface to check and complete the recipes of a sweep."""
+    """Interface that checks settings of recipe keys, and completes the recipes of a sweep."""
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``settings`` (a dict by dotted recipe key) in the recipe's types. Raises ConfigurationError."""
+        """Convert ``settings``, {dotted recipe key: value}, to the types of the keys. Raises ConfigurationError."""
 
     def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> ResolvedTrial:
-        """Return the base recipe with ``settings``, checked for ``ranks`` MPI ranks. Raises ConfigurationError."""
+        """Return the base recipe, changed by ``settings`` and valid for ``ranks`` ranks. Raises ConfigurationError."""
 
 
 class TrialCandidate(NamedTuple):
@@ -64,12 +64,12 @@ class TrialCandidate(NamedTuple):
     variant: str  # name of its ``[[trial]]`` table
     ranks: int
     settings: Mapping[str, Any]  # by dotted recipe key, as in the file
-    values: Mapping[str, Any]  # the same in the recipe's types
+    values: Mapping[str, Any]  # ``settings``, converted to the types of the recipe keys
 
 
 @dataclass(frozen=True)
 class TrialVariant:
-    """``[[trial]]`` table of a sweep file. Empty ``ranks``: use the numbers of ranks of the whole sweep."""
+    """``[[trial]]`` table of a sweep file. If ``ranks`` is empty, ``ranks`` in ``[sweep]`` applies."""
 
     name: str
     settings: Mapping[str, Any]
@@ -78,7 +78,7 @@ class TrialVariant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of the sweep file ``path``. ``recipe``: path of the base recipe, or its inline tables."""
+    """Content of the sweep file ``path``. ``recipe``: path of the base recipe, or a dict of inline recipe tables."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -91,7 +91,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """Training to run in a sweep: a complete recipe (TOML text) and a number of MPI ranks. ``id``: hash of both."""
+    """Trial of a sweep: a complete recipe as TOML text, and a number of MPI ranks. ``id``: hash of recipe and ranks."""
 
     id: str
     name: str
@@ -102,7 +102,7 @@ class SweepTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSection:
-    """Section ``[sweep]`` of a sweep file. ``ranks`` may be one number or a list."""
+    """Section ``[sweep]`` of a sweep file. In the file, ``ranks`` may be one number or a list."""
 
     ranks: tuple[int, ...] = schema.key((), "Numbers of MPI ranks.", ge=1)
     repeats: int = schema.key(1, "Number of runs of each trial.", ge=1)
@@ -113,7 +113,7 @@ class SweepSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """Sections of a sweep file. The keys of all sections except ``[sweep]`` are recipe keys."""
+    """Sections of a sweep file. All sections except ``[sweep]`` contain dotted recipe keys."""
 
     sweep: SweepSection = SweepSection()
     recipe: Mapping[str, Any] = field(default_factory=dict)
@@ -154,8 +154,8 @@ def read(path: Path) -> Sweep:
         raise ConfigurationError(f"sweep.ranks = {given!r} in {path} is invalid; give numbers of ranks, such as [2, 4]")
     if file.sweep.recipe and file.recipe:
         raise ConfigurationError(
-            f"sweep.recipe = {head['recipe']!r} in {path} is set next to tables [recipe.*]; give one recipe file, or "
-            "only write [recipe.*] tables"
+            f"sweep.recipe = {head['recipe']!r} in {path} cannot be combined with tables [recipe.*]; remove "
+            "sweep.recipe or the tables"
         )
     base = Path(file.sweep.recipe) if file.sweep.recipe else file.recipe
     excludes = tuple(dict(flat(table)) for table in file.exclude)
@@ -188,7 +188,7 @@ def _ranks(value: Any, place: str) -> tuple[int, ...]:
 
 
 def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
-    """Return the trials of ``sweep`` in the order of its file. Raises ConfigurationError."""
+    """Return a list of the trials of ``sweep``, in the order of the sweep file. Raises ConfigurationError."""
     candidates = list(_candidates(sweep, recipes))
     excluded = _excluded(sweep, recipes, candidates)
     trials: dict[str, SweepTrial] = {}
@@ -264,7 +264,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return a text "key=value" for each item of ``choice``. Keys are shortened to their last component if unique."""
+    """Return a list of texts "key=value", one per item of ``choice``. Keys are cut to unique last components."""
     names = [key.rpartition(".")[2] for key in choice]
     return [
         f"{name if names.count(name) == 1 else key}={value}"
@@ -273,7 +273,7 @@ def labels(choice: Mapping[str, Any]) -> list[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix``: text before each key."""
+    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix``: text to put before each key."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -282,7 +282,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
-    """Return the index of the only trial with the index, id or name ``text``. Raises UsageError."""
+    """Return the index of the trial whose index, id or unique name is ``text``. Raises UsageError."""
     number = int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
     last = len(trials) - 1
     if number is not None and 0 <= number <= last:
@@ -306,10 +306,7 @@ def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
 
 
 def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any]]:
-    """Return a dict per trial for JSON: index, id, name, number of ranks, and number of runs.
-
-    ``sweep``: sweep of the ``trials``.
-    """
+    """Return a list of dicts for JSON, one per trial: index, id, name, and numbers of ranks and runs (``repeats``)."""
     return [
         {"index": at, "id": trial.id, "name": trial.name, "ranks": trial.ranks, "repeats": sweep.repeats}
         for at, trial in enumerate(trials)
@@ -317,13 +314,13 @@ def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any
 
 
 def trial_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format the result of `trial_rows` as a text table."""
+    """Format ``rows``, the result of `trial_rows`, as a text table."""
     titles = ("index", "id", "ranks", "repeats", "name")
     return "\n".join(aligned([titles, *([str(row[title]) for title in titles] for row in rows)], (-1,)))
 
 
 def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
-    """Return the text of a sweep file that lists ``trials`` explicitly, with ``repeats`` runs of each."""
+    """Return the text of a sweep file with ``trials`` as ``[[trial]]`` tables, and with ``repeats`` runs per trial."""
     # Values that all trials share are written once, as recipe tables.
     keys = {trial.id: _toml_by_key(trial.recipe) for trial in trials}
     first, *others = keys.values()

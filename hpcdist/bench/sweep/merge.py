@@ -45,7 +45,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """Result of a merge: numbers of successful and failed runs, and texts on differing machines or versions."""
+    """Result of a merge: numbers of successful and failed runs, and a text for each provenance value that differs."""
 
     ok: int
     failed: int
@@ -53,7 +53,7 @@ class MergeSummary:
 
 
 def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeSummary:
-    """Merge sweep results files into ``output``. Unless ``mixed``, different commits raise UsageError. Local."""
+    """Merge sweep results files into ``output``. Raises UsageError for different commits, unless ``mixed``. Local."""
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise StorageError(f"{', '.join(missing)}: no such file; run the trials of these files, or leave the files out")
     is_new = not output.exists()
@@ -94,8 +94,8 @@ def _repeats(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
         other = repeats.setdefault(key, repeat)
         if repeat != other and repeat.status == other.status == OK:
             raise UsageError(
-                f"{other.path} and {repeat.path} hold different ok results of {key[1]} of trial {key[0]}; leave one of "
-                "the two files out"
+                f"{other.path} and {repeat.path} hold different successful results for {key[1]} of trial {key[0]}; "
+                "leave out one of the two files"
             )
         repeats[key] = max(other, repeat, key=lambda result: (result.status == OK, result.started_utc, result.digest))
     return repeats

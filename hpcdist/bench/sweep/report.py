@@ -19,7 +19,7 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Table row of one sweep configuration, with medians over its runs. None: unknown."""
+    """Table row of one sweep configuration, with medians over the successful runs. None means unknown."""
 
     name: str
     ranks: int
@@ -40,12 +40,12 @@ class SweepRow:
 
     @property
     def status(self) -> str:
-        """Numbers of successful and failed runs, as text."""
+        """Numbers of successful and failed runs as a text, such as "2 ok, 1 failed"."""
         return status_text(self.ok, self.failed)
 
 
 def rows(results: SweepResults) -> list[SweepRow]:
-    """Return a table row for each configuration in ``results``, in the same order."""
+    """Return a list of table rows, one for each configuration, in the order of ``results``."""
     return [_row(configuration) for configuration in results.configurations]
 
 
@@ -92,7 +92,7 @@ def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarra
 
 
 def max_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maxima over ranks of ``samples``, an array (iterations, ranks), without unknown iterations."""
+    """Return the maximum over ranks of each iteration in ``samples`` (iterations, ranks). Skip all-NaN iterations."""
     maxima = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
     finite: np.ndarray = maxima[np.isfinite(maxima)]
     return finite
@@ -150,7 +150,7 @@ _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processo
 
 
 def text(path: Path, results: SweepResults) -> str:
-    """Return the results of a sweep as a text table, followed by the `notes`. ``path``: results file."""
+    """Return the results of a sweep as a text table, followed by the lines of `notes`. ``path``: results file."""
     table = rows(results)
     if not table:
         return f"{path}: no trial has ended yet"
@@ -161,13 +161,13 @@ def text(path: Path, results: SweepResults) -> str:
 
 
 def markdown(results: SweepResults) -> str:
-    """Return the results of a sweep as a Markdown table, followed by the `notes`."""
+    """Return the results of a sweep as a Markdown table, followed by the lines of `notes`."""
     table = rows(results)
     return "\n".join([*ROWS.markdown(table), *(f"\n{note}" for note in notes(results, table))])
 
 
 def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
-    """Return text lines about failed runs and differing software versions. ``table``: result of `rows`."""
+    """Return a list of text lines about failed runs and different hpcdist versions. ``table``: result of `rows`."""
     by_reason: dict[str, list[str]] = {}
     for row in table:
         if "failed" in row.reasons:
@@ -182,13 +182,13 @@ def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
 
 
 def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
-    """Return the results of a sweep as JSON values, null if unknown. ``path``: results file."""
+    """Return the results of a sweep as a dict for JSON. Unknown values are None. ``path``: results file."""
     configurations = [asdict(row) | {"status": row.status} for row in rows(results)]
     return {"results": str(path), "provenance": dict(results.provenance), "configurations": configurations}
 
 
 def plot(results: SweepResults, file: Path) -> None:
-    """Plot the results of a sweep to ``file``, as in `draw`. Raises HpcdistError."""
+    """Save the plot that `draw` makes of the sweep ``results`` as ``file``. Raises HpcdistError."""
     inches = plot_inches(results)
     plotting.check_plot(file)
     with plotting.chart_style(), plotting.drawing(file, *inches) as figure:
@@ -205,7 +205,7 @@ def plot_inches(results: SweepResults) -> tuple[float, float]:
 
 
 def draw(figure: Any, results: SweepResults) -> None:
-    """Draw the results of a sweep: the loss over the only varying numeric key, else the speeds. Raises UsageError."""
+    """Draw the loss over the recipe key from `swept`, or the speeds if `swept` returns None. Raises UsageError."""
     measured = _measured(results)
     if (axis := swept(results, measured)) is not None:
         _loss_over(figure.subplots(), axis, measured)
@@ -232,16 +232,19 @@ def _measured(results: SweepResults) -> list[SweepRow]:
 
 @dataclass(frozen=True)
 class SweptKey:
-    """The only numeric recipe key that varies in a sweep."""
+    """Numeric recipe key that varies in a sweep in which no other numeric key varies."""
 
     key: str
     values: Mapping[str, float]  # value of the key, by row id
-    labels: Mapping[str, str]  # the other varying values as text, by row id
+    labels: Mapping[str, str]  # values of the other varying keys as text, by row id
     loss: str  # field of `SweepRow`: val_loss, or train_loss if a configuration has no validation
 
 
 def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | None:
-    """Return the only numeric recipe key that varies, or None. ``measured``: rows of successful trials."""
+    """Return the only numeric recipe key that varies, or None if there is not exactly one, or if all losses are equal.
+
+    ``measured``: rows of successful trials.
+    """
     recipes = {c.id: dict(flat(tomllib.loads(c.recipe))) for c in results.configurations}
     recipes = {row.id: recipes[row.id] | {"ranks": counted(row.ranks, "rank")} for row in measured}
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
@@ -290,7 +293,7 @@ def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
 
 
 def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return {configuration: its rows} of all configurations measured on several numbers of ranks."""
+    """Return {configuration name: rows, sorted by ranks} of configurations measured on several numbers of ranks."""
     by_name: dict[str, list[SweepRow]] = {}
     for row in sorted(measured, key=lambda row: row.ranks):
         by_name.setdefault(row.name, []).append(row)
@@ -298,7 +301,7 @@ def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return a list of parallel efficiencies (speed per rank relative to the first row). Skip rows without speed."""
+    """Return a list of parallel efficiencies: speed per rank relative to the first row. Skip rows without a speed."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 

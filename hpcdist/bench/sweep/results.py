@@ -41,7 +41,7 @@ check_place: Final = atomic.check_folder
 
 @dataclass(frozen=True)
 class TrialRepeat:
-    """One run of a configuration. ``samples``: {name: array (iteration, rank) or (iteration,)}."""
+    """One run of a sweep configuration. ``samples``: {quantity: array of shape (iteration, rank) or (iteration,)}."""
 
     number: int
     status: str
@@ -75,18 +75,18 @@ class SweepConfiguration:
         return [repeat for repeat in self.repeats if repeat.status != OK]
 
     def figures(self, name: str) -> list[Any]:
-        """Return a list of the figure ``name`` in the summary of each successful run, if the run has this figure."""
+        """Return a list of the values ``name`` in the summaries of successful runs. Missing values are omitted."""
         return [value for repeat in self.good if (value := repeat.summary.get(name)) is not None]
 
 
 def status_text(ok: int, failed: int) -> str:
-    """Format the numbers of ok and failed runs, such as "2 ok, 1 failed". Omits zeros."""
+    """Format the numbers of ok and failed runs, such as "2 ok, 1 failed". A number 0 is omitted."""
     return ", ".join([f"{ok} ok"] * (ok > 0) + [f"{failed} failed"] * (failed > 0))
 
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Content of a sweep results file. Configurations are sorted by number of ranks, then by order in the sweep."""
+    """Content of a sweep results file. Configurations are sorted by number of ranks, then by index in the sweep."""
 
     provenance: Mapping[str, str]
     configurations: tuple[SweepConfiguration, ...]
@@ -94,12 +94,12 @@ class SweepResults:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of the results file ``path``. Raises StorageError if another process holds the lock."""
+    """Lock the results file ``path`` for the ``with`` block. Raises StorageError if another process holds the lock."""
     lock = path.with_name(path.name + ".lock")
     try:
         descriptor = _lock(lock)
     except BlockingIOError:
-        raise StorageError(f"another sweep writes {path}; wait for its end, or choose another --output") from None
+        raise StorageError(f"another sweep writes {path}; wait for that sweep, or choose another --output") from None
     except OSError as error:
         raise StorageError(f"{path} cannot be written: cannot lock the file {lock.name}: {error.strerror}") from error
     try:
@@ -134,7 +134,7 @@ def prepare(path: Path, provenance: Mapping[str, str]) -> None:
 
 
 def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: TrialOutcome, git_commit: str) -> None:
-    """Write the result ``outcome`` of run number ``repeat`` of ``trial`` to the results file. Raises StorageError.
+    """Write ``outcome``, the result of run ``repeat`` of ``trial``, to the results file ``path``. Raises StorageError.
 
     ``position``: index of the trial in the sweep. ``git_commit``: commit of hpcdist that ran the trial.
     """
@@ -162,7 +162,7 @@ def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: T
 
 
 def statuses(path: Path) -> dict[tuple[str, int], str]:
-    """Return {(trial id, run number): "ok" or "failed"} of the results file ``path``. Raises StorageError."""
+    """Return {(trial id, run number): "ok" or "failed"} for all runs in the file ``path``. Raises StorageError."""
     return {
         (configuration.id, repeat.number): repeat.status
         for configuration in read(path).configurations
@@ -171,7 +171,7 @@ def statuses(path: Path) -> dict[tuple[str, int], str]:
 
 
 def read(path: Path) -> SweepResults:
-    """Read the results file ``path``, to which a sweep may still append. Raises StorageError."""
+    """Read the results file ``path``. A running sweep may still append to the file. Raises StorageError."""
     with FORMAT.read(path) as (provenance, trials):
         groups = sorted(trials.values(), key=lambda group: (group.attrs["ranks"], group.attrs["position"]))
         return SweepResults(provenance, tuple(_configuration(group) for group in groups))

@@ -14,12 +14,12 @@ Measure = Callable[[SweepTrial, float], TrialOutcome]  # runs a trial with a tim
 
 
 class SweepStopped(BaseException):
-    """Exception that stops a sweep. The current trial is ended, and its result is not recorded."""
+    """Exception that stops a sweep. The sweep ends the current trial, and does not record a result of this trial."""
 
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """Planned run of a sweep. ``status``: recorded status "ok" or "failed", or "" if not yet run."""
+    """Planned run of a sweep. ``status``: "ok" or "failed" if a result is recorded, "" if the run is still to do."""
 
     trial: SweepTrial
     position: int
@@ -39,9 +39,9 @@ class SweepTally:
 def plan(
     trials: Sequence[SweepTrial], repeats: int, results_path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the runs of a sweep in order. ``only``: index of the only trial to run, or None for all trials.
+    """Return a list of a sweep's runs in execution order. ``only``: index of the only trial to run, or None for all.
 
-    ``repeats``: runs per trial. ``results_path``: file with recorded results. ``retry_failed``: run failed runs again.
+    ``repeats``: runs per trial. ``results_path``: file of recorded results. ``retry_failed``: repeat failed runs.
     """
     # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
     statuses = results.statuses(results_path) if results_path.exists() else {}
@@ -72,8 +72,8 @@ def run(
 ) -> SweepTally:
     """Run the planned ``items`` that have no status, and append each result to ``results_path``. Local.
 
-    ``measure``: function that runs a trial; it raises SweepStopped to stop. ``limits``: time limits. ``provenance``:
-    attributes of a new file. ``print_line``: function that prints progress.
+    ``measure``: function that runs a trial, or raises SweepStopped to stop the sweep. ``provenance``: attributes to
+    write if the file is new. ``print_line``: function that prints progress.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}
@@ -108,7 +108,7 @@ def run(
 
 
 def anonymous(outcome: TrialOutcome, hosts: Sequence[str]) -> TrialOutcome:
-    """Return a copy of the result ``outcome`` in which HOST replaces each host name of ``hosts``."""
+    """Return a copy of ``outcome`` whose error texts contain HOST in place of each host name in ``hosts``."""
     for host in hosts:
         reason, tail = (text.replace(host, "HOST") for text in (outcome.reason, outcome.stderr_tail))
         outcome = replace(outcome, reason=reason, stderr_tail=tail)

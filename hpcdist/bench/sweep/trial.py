@@ -39,7 +39,7 @@ Command = Callable[[SweepTrial, Path, Path], list[str]]  # (trial, recipe file, 
 
 
 class TrialSample(NamedTuple):
-    """Samples of one quantity, an array (iteration, rank), or (iteration,) if equal on all ranks."""
+    """Samples of one quantity: an array (iteration, rank), or (iteration,) if the values are equal on all ranks."""
 
     values: np.ndarray
     units: str
@@ -48,7 +48,7 @@ class TrialSample(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Result of a run. ``summary``, ``samples``: set after a success. ``reason``: set after a failure."""
+    """Result of a trial run. A success sets ``summary`` and ``samples``. A failure sets ``reason``."""
 
     status: str
     started_utc: str
@@ -62,7 +62,7 @@ class TrialOutcome:
 
 
 def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
-    """Return the command line that trains the file ``recipe`` for ``trial``. ``out``: run directory."""
+    """Return an ``hpcdist run`` command line for ``trial``. ``recipe``: recipe file. ``out``: run directory."""
     launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", str(trial.ranks), "--grace", f"{GRACE_S:g}"]
     return [*launcher, *options, "train", str(recipe), "--out", str(out), "--json"]
 
@@ -72,7 +72,7 @@ def run(
 ) -> TrialOutcome:
     """Run ``trial`` as a subprocess in the empty directory ``folder``, and return its result. Local.
 
-    ``limit_s``: seconds after which it is stopped. ``command_line``: function that builds the command, like `command`.
+    ``limit_s``: time limit in seconds. ``command_line``: function that builds the command, like `command`.
     ``environment``: environment variables of the subprocess.
     """
     libc = ctypes.CDLL(None)

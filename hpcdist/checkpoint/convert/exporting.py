@@ -39,18 +39,18 @@ class _FileRegion:
 
 
 def key_of(tensor: StoredTensor) -> str:
-    """Return the key of ``tensor`` in an exported file: its name, after its kind if it is not a parameter."""
+    """Return the key of ``tensor`` in an exported file: "name" for a parameter, "kind/name" for any other tensor."""
     return tensor.name if tensor.kind == PARAMETERS else f"{tensor.kind}/{tensor.name}"
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return JSON text with the step, the scalars and the kinds of tensors in the manifest ``loaded``."""
+    """Return JSON text with the step, the scalars and a list of all tensor kinds from the manifest ``loaded``."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the parameters of the checkpoint, or all its tensors if ``optimizer``. Raises UsageError if empty."""
+    """Return a list of all tensors if ``optimizer``, else of the parameters. Raises UsageError if the list is empty."""
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")
@@ -58,13 +58,13 @@ def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
 
 
 def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTensor, int]]) -> None:
-    """Copy pairs (tensor, byte offset) of a checkpoint directory to the file ``fd``. Raises StorageError, OSError."""
+    """Copy tensors of a checkpoint to the file ``fd``. ``offsets``: list of (tensor, byte offset in ``fd``)."""
     regions = [(tensor, _FileRegion(fd, offset, dtype_of(tensor.dtype))) for tensor, offset in offsets]
     restore(checkpoint, [piece_in_file(tensor, region) for tensor, region in regions])
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` with all elements of ``tensor``. The object ``store`` reads or writes their bytes in a file."""
+    """Return a `Piece` with all elements of ``tensor``, which ``store`` reads from a file or writes to a file."""
     elements = Range(0, tensor.size)
     array: Any = FileSlice(store, elements)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), elements, array)
@@ -72,7 +72,7 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
 
 @contextmanager
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Create all files ``paths``, or none. Yield {path: temporary path to write}. Raises StorageError."""
+    """Create all files ``paths``, or no file. Yield {path: temporary path to write to}. Raises StorageError."""
     for path in paths:
         if path.exists():
             raise StorageError(f"{path} exists already; remove the file, or choose another output name")
@@ -99,7 +99,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
 
 
 def write_file(path: Path, write: Callable[[int], None]) -> None:
-    """Create the file ``path``, call ``write`` with its file descriptor, and fsync the file."""
+    """Create the file ``path``, call ``write`` with the file descriptor, and fsync the file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         write(fd)

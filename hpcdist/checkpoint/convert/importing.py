@@ -40,7 +40,7 @@ _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = 
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return ("safetensors" or "torch", file to open) of a file or directory. Raises StorageError and UsageError."""
+    """Return ("safetensors" or "torch", file to open) for the file or directory ``path``. Raises HpcdistError."""
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
@@ -57,7 +57,7 @@ def format_of(path: Path) -> tuple[str, Path]:
 
 
 class ForeignFile:
-    """Context manager for an open file of another program, such as safetensors. Raises HpcdistError."""
+    """Open safetensors or PyTorch file, as a context manager that closes the file. Raises HpcdistError."""
 
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
@@ -79,7 +79,7 @@ class ForeignFile:
         self.reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return one `Piece` per tensor of the file, whose elements are read on demand."""
+        """Return a list with one `Piece` per tensor in the file. The elements are read on demand."""
         return [
             piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
             for index, tensor in enumerate(self.tensors)
@@ -87,7 +87,7 @@ class ForeignFile:
 
     @contextmanager
     def library_errors(self) -> Iterator[None]:
-        """Context manager that converts errors of the format's library to errors of hpcdist."""
+        """Context manager that converts any exception of a reader to an HpcdistError."""
         try:
             yield
         except MissingCapabilityError as error:
@@ -159,7 +159,7 @@ def _metadata(text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """Result of an import: the new checkpoint, the tensors of the file, and the names of its ignored entries."""
+    """Result of an import: the new checkpoint, the tensors in the file, and the names of ignored file entries."""
 
     path: Path
     format: str
@@ -178,8 +178,8 @@ def import_checkpoint(
 ) -> ImportedCheckpoint:
     """Save the tensors of the file ``source`` as the first checkpoint of ``run_dir``. Raises StorageError, UsageError.
 
-    ``step``: None for the step in the file, or 0. ``inputs``: model sizes by name. ``keys``: {name in the file: new
-    name} of the tensors to import, or None for all.
+    ``step``: step number; None means the step in the file, or 0 without one. ``inputs``: {name of a model size: value}.
+    ``keys``: {name in the file: new name} of the tensors to import, or None to import all tensors.
     """
     # ``inputs`` is ignored if hpcdist exported the file.
     directory = run_dir / "checkpoints"

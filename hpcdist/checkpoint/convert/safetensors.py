@@ -47,7 +47,7 @@ DTYPES: Final = {code: name for name, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor in a file. ``start``: byte offset of its first element."""
+    """Location of a tensor in a file. ``start``: byte offset of the tensor's first element."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,9 +58,10 @@ class TensorLocation:
 def write(
     checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write ``tensors`` to safetensors files of at most ``shard_bytes``. Return their paths, the index file last.
+    """Write ``tensors`` to one or more safetensors files. Return a list of paths, with the path of the index file last.
 
-    ``checkpoint``: directory to read. ``loaded``: its manifest. ``out``: output path; several files get numbers in it.
+    ``checkpoint``: directory to read. ``loaded``: manifest of the checkpoint. ``out``: path of the file. The names of
+    several files get numbers, and an index file is added. ``shard_bytes``: see `split_into_files`.
     """
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
@@ -89,7 +90,7 @@ def write(
 
 
 def split_into_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Split ``tensors`` into lists of at most ``max_bytes``. A larger tensor gets its own list."""
+    """Split ``tensors`` into lists of at most ``max_bytes`` bytes. A larger tensor gets a separate list."""
     groups: list[list[StoredTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:
@@ -104,7 +105,7 @@ def split_into_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[li
 def header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[StoredTensor, int]]]:
-    """Return the file header, which includes ``metadata``, and pairs (tensor, byte offset in the file)."""
+    """Return (bytes of a file header with ``metadata``, list of (tensor, byte offset in the file)) for ``tensors``."""
     # Tensors with the widest elements come first, so that every tensor is aligned to its element size without holes.
     ordered = sorted(tensors, key=lambda item: -dtype_of(item.dtype).itemsize)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -125,7 +126,7 @@ def header(
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return ({tensor name: location}, metadata {name: text}) of the open file ``fd``. Raises ValueError."""
+    """Return ({tensor name: `TensorLocation`}, {name: text} of the metadata) of the file ``fd``. Raises ValueError."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -137,7 +138,7 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     if not isinstance(entries, dict):
         raise ValueError("the header is not a JSON object; copy or save the file again")
     if len(entries) > MAX_TENSORS:
-        raise ValueError(f"the header names {len(entries)} tensors, expected at most {MAX_TENSORS}; save several files")
+        raise ValueError(f"the header names {len(entries)} tensors, expected at most {MAX_TENSORS}; split the file")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("__metadata__ in the header must map names to strings; save the file again")
@@ -167,8 +168,8 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
         ) from None
     if not is_valid or code not in DTYPES:
         raise ValueError(
-            f"tensor {name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported; use one of "
-            f"{', '.join(DTYPES)}, with sizes of at least 0"
+            f"tensor {name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported; use a dtype "
+            f"of {', '.join(DTYPES)}, and sizes of at least 0"
         )
     nbytes = math.prod(shape) * dtype_of(DTYPES[code]).itemsize
     if stop - start != nbytes:
@@ -180,7 +181,7 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
 
 
 class SafetensorsReader:
-    """Reader of a safetensors file, or of all files in an index file. Raises ValueError or OSError for damage."""
+    """Reader of a safetensors file, or of all files listed in an index file. Damage raises ValueError or OSError."""
 
     def __init__(self, path: Path) -> None:
         self.tensors: list[StoredTensor] = []

@@ -29,20 +29,20 @@ _ALIGNED: Final = 64
 
 
 def import_torch() -> ModuleType:
-    """Import and return torch. Raises MissingCapabilityError if it is not installed."""
+    """Import and return torch. Raises MissingCapabilityError if the import fails."""
     try:
         import torch
     except ImportError as error:
         raise MissingCapabilityError(
-            f"PyTorch cannot be imported ({error}); pip install 'hpcdist[torch]', or use safetensors instead"
+            f"PyTorch cannot be imported ({error}); run pip install 'hpcdist[torch]', or use safetensors"
         ) from error
     return torch
 
 
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
-    """Write ``tensors`` to the file ``out`` with ``torch.save``. Return a list of its path. Raises StorageError.
+    """Write ``tensors`` to the file ``out`` by ``torch.save``. Return a list with only this path. Raises StorageError.
 
-    ``checkpoint``: directory to read. ``loaded``: its manifest. ``nested``: write a dict of dicts by tensor kind.
+    ``checkpoint``: directory to read. ``loaded``: manifest of the checkpoint. ``nested``: write {kind: {name: tensor}}.
     """
     module = import_torch()
     offsets, position = [], 0
@@ -75,7 +75,7 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 
 
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return {checkpoint name: names in the user's PyTorch model} of ``tensors``, or {} if unknown or ambiguous."""
+    """Return {name in the checkpoint: names in the user's PyTorch model}, or {} if unknown or ambiguous."""
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
         return {}
@@ -99,7 +99,7 @@ def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: i
 
 
 class TorchReader:
-    """Reader of a state dict from ``torch.save``. Pickled code is not run. Raises any exception of torch."""
+    """Reader of a state dict from ``torch.save``. Does not run pickled code. May raise any exception of torch."""
 
     def __init__(self, path: Path) -> None:
         module = import_torch()
@@ -118,7 +118,7 @@ class TorchReader:
         self._flat: tuple[int, np.ndarray | None] = (-1, None)
 
     def read(self, index: int, elements: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with a range of ``elements`` of the flattened tensor number ``index``."""
+        """Fill ``out`` with the range ``elements`` of the flattened tensor ``self.tensors[index]``."""
         number, flat = self._flat
         if number != index or flat is None:
             flat = self._values[index].contiguous().reshape(-1).view(self._module.uint8).numpy()
@@ -141,7 +141,7 @@ def _check_records(path: Path) -> None:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError(
-            "the PyTorch file has compressed records, expected uncompressed records; save the file again by torch.save"
+            "the PyTorch file has compressed records, expected uncompressed ones; save the file again with torch.save"
         )
     nbytes, size = sum(record.file_size for record in records), path.stat().st_size
     if nbytes > size:  # reading must not take more memory than the file's size

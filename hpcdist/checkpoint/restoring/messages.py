@@ -34,7 +34,7 @@ _PendingMessage = tuple[Request, int, Callable[[], None]]
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Runs of ``size[i]`` consecutive elements of the 1-D ``array`` from index ``start[i]``, ascending."""
+    """Runs of elements of the 1-D ``array``: for each i, ``size[i]`` elements from index ``start[i]``, ascending."""
 
     array: Any  # on the host or a GPU, or a `FileSlice`
     start: np.ndarray
@@ -47,11 +47,11 @@ class ElementRuns:
 
     @property
     def is_one(self) -> bool:
-        """True if the elements are one contiguous block of memory."""
+        """True if the elements of all runs are one contiguous block of memory."""
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return elements ``where.start`` to ``where.stop - 1`` of all runs together. ``where`` must not be empty."""
+        """Return elements ``where.start`` to ``where.stop - 1`` of the joined runs. ``where`` must not be empty."""
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
         last = int(np.searchsorted(ends, where.stop, "left")) + 1
@@ -65,12 +65,12 @@ class ElementRuns:
         return ElementRuns(self.array, start, size)
 
     def memory(self) -> Any:
-        """Return a byte view of the elements. Requires `is_one`."""
+        """Return a byte view of the only run. Requires `is_one`."""
         start = int(self.start[0])
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
     def gather(self, out: np.ndarray) -> None:
-        """Copy the elements to the contiguous array ``out``."""
+        """Copy the elements of all runs to the contiguous array ``out``."""
         if isinstance(self.array, np.ndarray):
             _gather(self.array, self.start, self.size, out)
             return
@@ -83,7 +83,7 @@ class ElementRuns:
             done += count
 
     def scatter(self, values: np.ndarray) -> None:
-        """Copy the contiguous array ``values`` to the elements."""
+        """Copy the contiguous array ``values`` to the elements of all runs."""
         if isinstance(self.array, np.ndarray):
             _scatter(self.array, self.start, self.size, values)
             return
@@ -227,10 +227,10 @@ _RECEIVING: Final = PerCommunicator[int, list[_Stream]]()
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
-    """Send elements to, and receive elements from, all ranks. Return the bytes received. Collective over ``comm``.
+    """Exchange elements between all ranks. Return the number of bytes received. Collective over ``comm``.
 
-    ``outgoing[r]`` are the elements to send to rank r. ``incoming[r]`` are overwritten with data from rank r, in the
-    same order.
+    ``outgoing[r]``: elements to send to rank r. ``incoming[r]``: elements to overwrite with data from rank r, in the
+    order in which rank r sends the data.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART

@@ -23,7 +23,7 @@ SHARE_BYTES: Final = 256 << 10  # smaller requests are not divided among holders
 
 @dataclass(frozen=True)
 class PieceOffer:
-    """Description of tensor slice number ``number`` of rank ``rank``, which can send its elements."""
+    """Description of a tensor slice that rank ``rank`` can send. ``number``: index of the slice on that rank."""
 
     rank: int
     number: int
@@ -38,7 +38,7 @@ class PieceOffer:
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Copies of ``size[i]`` elements from index ``at[i]`` of a source array to index ``to[i]`` of a target array."""
+    """Copied runs: ``size[i]`` elements from index ``at[i]`` of a source array to index ``to[i]`` of a target array."""
 
     to: np.ndarray  # first index in the target, ascending
     at: np.ndarray  # first index in the source
@@ -53,7 +53,7 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return the runs that fill the target elements ``start[i]`` to ``start[i] + size[i] - 1``, for all i."""
+        """Return runs that fill only the target elements ``start[i]`` to ``start[i] + size[i] - 1``, for all i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -62,7 +62,7 @@ class CopyRuns:
 
 
 class GapError(Exception):
-    """Error: no rank has element ``element`` of a tensor."""
+    """Error: no rank has the element with index ``element`` of a flattened tensor."""
 
     def __init__(self, element: int) -> None:
         super().__init__(element)
@@ -70,10 +70,10 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return pairs (offer, runs to copy) that fill the tensor slice ``piece``. Raises `GapError`. Local.
+    """Return a list of (offer, runs to copy from it) that fills the tensor slice ``piece``. Raises `GapError`. Local.
 
-    ``offers``: slices of this tensor on all ranks. ``rank``: this rank. ``loads``: bytes requested from each rank,
-    updated by this call.
+    ``offers``: slices of this tensor on all ranks. ``rank``: this rank. ``loads``: bytes requested from each rank
+    so far, to which this call adds.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -159,10 +159,10 @@ class _Transfer:
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the tensor slices ``pieces`` from ``held`` of all ranks. Return the number of bytes received. Collective.
+    """Fill the tensor slices ``pieces`` from the slices ``held`` of all ranks. Return the bytes received. Collective.
 
-    ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError on all ranks, before any change,
-    if elements are missing or a shape or dtype differs.
+    ``optional``: tensor kinds that may be missing, such as "optimizer.m". Raises StorageError on all ranks, before any
+    change, if elements are missing or a shape or dtype differs.
     """
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]

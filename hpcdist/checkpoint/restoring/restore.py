@@ -27,7 +27,7 @@ from hpcdist.errors import HpcdistError, StorageError
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
     """Fill the tensor slice ``piece`` from the stored slices ``entries``. Raises StorageError and `DamagedError`.
 
-    ``directory``: checkpoint. ``reader``: open reader of its shards.
+    ``directory``: the checkpoint. ``reader``: open reader of the checkpoint's shards.
     """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
@@ -47,7 +47,7 @@ def _check_entries(directory: Path, piece: Piece, entries: list[StoredPiece]) ->
         if entry.dtype != dtype or not grouped_alike(entry.shape, shape):
             raise StorageError(
                 f"{directory}: {piece.name} is {entry.dtype}{list(entry.shape)}, expected "
-                f"{dtype}{list(shape)}; restore with the recipe that saved it, or start a new run with --init-from"
+                f"{dtype}{list(shape)}; restore with the recipe of the checkpoint, or start a new run with --init-from"
             )
 
 
@@ -145,7 +145,7 @@ Result = TypeVar("Result")
 
 
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, skip: Collection[Path] = ()) -> Path | None:
-    """Return the newest complete checkpoint that is not in ``skip``, or None. Raises StorageError. Collective."""
+    """Return the path of the newest complete checkpoint outside ``skip``, or None. Raises StorageError. Collective."""
     comm = comm or solo()
     candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
     for _, path in candidates:
@@ -161,10 +161,10 @@ def newest_complete(run_dir: str | Path, comm: Communicator | None = None, skip:
 def from_newest_intact(
     run_dir: str | Path, comm: Communicator, first: Path | None, take: Callable[[Path | None], Result]
 ) -> Result:
-    """Return ``take(path)`` of the newest undamaged checkpoint, trying ``first`` first. Collective.
+    """Return ``take(first)`` or, if ``first`` is damaged, ``take`` of the newest undamaged checkpoint. Collective.
 
-    ``take``: restores the checkpoint, or starts without one if ``path`` is None. It must raise `DamagedError` on all
-    ranks or on none.
+    ``take``: function that restores the checkpoint ``path``, or starts anew if ``path`` is None. ``take`` must raise
+    `DamagedError` on all ranks or on no rank.
     """
     path, damaged = first, set[Path]()
     while True:
@@ -195,7 +195,7 @@ def _unusable_reason(path: Path, comm: Communicator) -> str:
 def restore_together(
     comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore the tensors ``pieces`` on all ranks. Any error of `restore` is raised on all ranks. Collective."""
+    """Restore like `restore` on all ranks. If a rank fails, all ranks raise the same StorageError. Collective."""
     directory = Path(directory)
     stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))
     failed: tuple[type[StorageError], str] | None = None
@@ -213,7 +213,7 @@ def restore_together(
 
 
 def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
-    """Call ``read`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
+    """Call ``read`` on rank 0. Return the result or raise the HpcdistError of this call on all ranks. Collective."""
     verdict: Result | HpcdistError | None = None
     if comm.rank == 0:
         try:
@@ -227,10 +227,10 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 
 
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the tensors ``pieces`` from the checkpoint in ``directory``. Return its JSON scalars. Local.
+    """Fill the tensor slices ``pieces`` from the checkpoint in ``directory``. Return a dict of JSON scalars. Local.
 
-    ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError for damaged, missing or
-    different tensors; the arrays are then undefined.
+    ``optional``: tensor kinds that may be missing, such as "optimizer.m". Raises StorageError for damaged, missing or
+    different tensors. After an error, the arrays of ``pieces`` are undefined.
     """
     directory = Path(directory)
     stored = _PackedEntries.of(manifest.load(directory))

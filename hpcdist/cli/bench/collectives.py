@@ -70,10 +70,10 @@ _ENVIRONMENT: Final = (
 def command(sizes: tuple[str, ...], buffers: str, seed: int | None, **options: Any) -> None:
     """Measure collective operations of hpcdist and of the MPI library, and the speed of a memory copy.
 
-    Start it on several ranks: `hpcdist run -n 4 bench collectives`, or with mpirun or srun.
+    Start this command on several ranks: `hpcdist run -n 4 bench collectives`, or with mpirun or srun.
 
     A time is the slowest rank's time after a barrier; sizes and bandwidths are defined as in nccl-tests. Algorithms
-    take turns in every iteration, and sizes come in random order, so that drift of the machine affects all alike.
+    take turns in every iteration, and sizes come in random order. A drift of the machine thus affects all alike.
 
     Exit codes: 0 if all results are correct, 1 if a result is wrong (the other results are printed), 2 for invalid
     options, 74 if --output or --plot cannot be written. The files are checked before the measurement. To compare two

@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
 def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
     """Merge the results FILEs of one sweep into OUTPUT, as if one `hpcdist bench sweep` had measured all trials.
 
-    If several FILEs have a trial, a successful result replaces a failed one, and the later of two failed results is
-    kept. Two different successful results are an error. stderr lists the differences between versions and machines.
-    Merging the same FILEs again changes nothing.
+    If several FILEs have results of the same run, a successful result replaces a failed result, and a later failed
+    result replaces an earlier failed result. Two different successful results are an error. stderr lists the
+    differences between versions and machines. Merging the same FILEs again changes nothing.
     """
     from hpcdist.bench.sweep import merge, results
 
@@ -44,7 +44,7 @@ def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
 def _threshold(context: click.Context, parameter: click.Parameter, value: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", value)
     if match is None:
-        raise click.BadParameter(f"{value!r}: expected a share, such as 5% or 0.05")
+        raise click.BadParameter(f"{value!r}: expected a percentage or a fraction, such as 5% or 0.05")
     return float(match[1]) / (100 if match[2] else 1)
 
 
@@ -60,15 +60,15 @@ def _threshold(context: click.Context, parameter: click.Parameter, value: str) -
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the table as Markdown.")
 def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_options: Any) -> int:
-    """Show how AFTER differs from BEFORE: two results files of `bench collectives` or `bench sweep`, or two runs.
+    """Compare AFTER with BEFORE: two results files of `bench collectives` or `bench sweep`, or two run directories.
 
-    For two run directories, this prints their figures with ratios, and the recipe keys that differ. The exit code is 0.
+    For two run directories, print the results of both runs, ratios, and the recipe keys that differ. Exit code 0.
 
-    For two results files, the ratio compares the median times of the slowest ranks, with a bootstrap interval over the
+    For two results files, print ratios of the median times of the slowest ranks, with a bootstrap interval over the
     iterations. The largest slowdown comes first. Configurations in only one file are listed.
 
     Exit codes: 0 if no configuration is slower, 1 if the whole interval of a configuration is above the threshold or
-    its result in AFTER is wrong, 2 for usage errors (also if the files have nothing in common, or too few iterations
+    AFTER has a wrong result, 2 for usage errors (also if the files have nothing in common, or too few iterations
     for any verdict), 74 if a file cannot be read.
     """
     if as_json and markdown:
@@ -107,7 +107,7 @@ MOVED: Final = {  # command of an earlier version -> its successor
 
 
 class BenchGroup(click.Group):
-    """Click group. If a command has been moved, the error message names the new command."""
+    """Click group whose error message for a moved command names the replacement."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -145,10 +145,10 @@ def sweep(
 ) -> int:
     """Train every configuration of SWEEP.toml on every number of ranks, and record the time of each step.
 
-    Trials that OUTPUT already has do not run again, so the same command continues an interrupted sweep. During a sweep,
-    the directory of OUTPUT also has the run directory of the current trial, and OUTPUT.lock, which keeps other sweeps
-    away. `hpcdist report OUTPUT` prints the table. A job array runs one --trial per task, each with its own OUTPUT, and
-    `hpcdist bench merge` merges these files.
+    Trials with a result in OUTPUT do not run again, so the same command continues an interrupted sweep. During a sweep,
+    the directory of OUTPUT also contains the run directory of the current trial, and OUTPUT.lock, which keeps other
+    sweeps away. `hpcdist report OUTPUT` prints the table. A job array runs one --trial per task, each task with a
+    separate OUTPUT, and `hpcdist bench merge` merges these files.
 
     Exit codes: 0 if all trials are recorded as ok, 1 if a trial failed (the others still run), 75 if trials are left
     for the next call because the budget is spent or SIGTERM, SIGHUP or SIGUSR1 arrived.

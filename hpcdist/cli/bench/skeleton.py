@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
 
 
 def count_option(*names: str, help: str, default: int | None = None, least: int = 1) -> Any:  # noqa: A002
-    """Return a click option with an integer value. Keyword ``least``: smallest valid value."""
+    """Return a decorator that adds an option with an integer value. ``least``: smallest valid value."""
     return click.option(*names, type=click.IntRange(min=least), default=default, help=help)
 
 
 def output_options(file: str, plot: str) -> Any:
-    """Return a decorator that adds --output, --json, --plot and --anonymous. ``file``, ``plot``: help texts."""
+    """Return a decorator that adds --output, --json, --plot and --anonymous. ``file``, ``plot``: two help texts."""
     return stacked(
         click.option("-o", "--output", type=FILE, help=file),
         click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
@@ -49,7 +49,7 @@ run_args_option = click.option(
 
 @dataclass(frozen=True)
 class Outputs:
-    """Values of the options --output, --json, --plot and --anonymous. A path is None if its option is missing."""
+    """Values of --output (``file``), --json, --plot and --anonymous. A path is None if the option is missing."""
 
     file: Path | None
     as_json: bool
@@ -82,9 +82,9 @@ def print_progress(line: str) -> None:
 
 
 def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: str = "") -> tuple[str, ...]:
-    """Return the ``names`` given to ``option``, in the order of the valid ``choices``.
+    """Return a tuple of the ``names`` given to ``option``, in the order of ``choices``.
 
-    Raises UsageError for another name. ``context``: text to append to "unknown" in this error.
+    Raises UsageError for a name that is not in ``choices``. ``context``: text that follows "unknown" in the error.
     """
     valid = list(choices)
     for name in names:
@@ -95,9 +95,9 @@ def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: s
 
 
 def world(ranks: int | None, default: int) -> tuple[int, bool]:
-    """Return (number of ranks to use, True if a launcher has started them). Raises UsageError.
+    """Return (number of ranks to use, True if a launcher has started these ranks). Raises UsageError.
 
-    ``ranks``: value of --ranks, or None. ``default``: number of ranks without --ranks and launcher.
+    ``ranks``: value of --ranks, or None. ``default``: number of ranks without --ranks and without a launcher.
     """
     from hpcdist.comm.launch import environment
 
@@ -124,7 +124,7 @@ def rank_arguments(call: click.Context) -> list[str]:
 
 
 def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
-    """Start ``ranks`` ranks by `hpcdist run` with the command of the click context ``call``. Return the exit code."""
+    """Run the command of the click context ``call`` on ``ranks`` ranks by `hpcdist run`. Return the exit code."""
     from hpcdist.cli import run
 
     line = ["-n", str(ranks), *options, "--grace", "5", "bench", str(call.command.name), *rank_arguments(call)]
@@ -133,9 +133,9 @@ def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
 
 
 def begin(check: Callable[[], object]) -> "Session":
-    """Start MPI, call ``check()`` on rank 0, and return the session. Collective.
+    """Start MPI, call ``check()`` on rank 0, and return the session. Collective over all ranks.
 
-    All ranks raise the HpcdistError of ``check``.
+    If ``check`` raises an HpcdistError, all ranks raise this error.
     """
     from hpcdist.bench import output_file
     from hpcdist.comm import start
@@ -146,9 +146,9 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return {name: value}, on rank 0, of the versions and machines that made the results; else {}. Collective.
+    """Return a dict of the versions and machines that made the results on rank 0, and {} elsewhere. Collective.
 
-    ``anonymous``: without host names. ``**more``: further entries.
+    ``anonymous``: omit host names. ``**more``: further entries of the dict.
     """
     from hpcdist.telemetry.provenance import provenance
 

@@ -45,8 +45,8 @@ def command(
     The contenders take turns: the built-in model, models wrapped in PyTorch and JAX, and PyTorch (eager and compiled).
     --list prints their names. Contenders that cannot run here are left out.
     The command prints the time of each phase and kind of operation, flop/s, MFU (flop/s relative to the fastest matrix
-    product of the run), loss differences, and the memory of the activations relative to its closed form.
-    It starts the ranks, unless mpirun, srun or `hpcdist run` started it on several ranks.
+    product of the run), loss differences, and the memory of the activations relative to a formula.
+    The command starts the ranks, unless mpirun, srun or `hpcdist run` has already started several ranks.
 
     Exit codes: 0 if all losses agree, 1 if losses differ by more than 1e-4 (relative) in the first 100 steps, 2 for
     invalid options, 74 if a file cannot be written, which is checked first, and others if a rank failed.
@@ -64,7 +64,7 @@ def command(
     lengths = {name: options.pop(name) for name in ("steps", "warmup", "profiled", "seed")}
     shape = StepShape(**options)
     if shape.hidden % shape.heads:
-        raise UsageError(f"--hidden {shape.hidden} is not a multiple of --heads {shape.heads}")
+        raise UsageError(f"--hidden {shape.hidden} is not a multiple of --heads {shape.heads}; change one of them")
     contenders = skeleton.chosen("--only", names, CONTENDERS) or tuple(CONTENDERS)
     inherited = os.environ.get(THREADS)
     if inherited not in (None, str(threads)) and count > 1:

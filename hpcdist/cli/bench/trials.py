@@ -53,7 +53,7 @@ def check_alone() -> None:
 
 @dataclass(frozen=True)
 class SweepRecipes:
-    """Recipes of the trials of ``sweep``. Variables in ``environment`` (None: of this process) override values."""
+    """Recipes of the trials of ``sweep``. Variables in ``environment`` (None: os.environ) override recipe keys."""
 
     sweep: "Sweep"
     environment: Mapping[str, str] | None = None
@@ -91,7 +91,7 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return the words of ``text``, the value of --run-args, and ``ranks_per_node``, as options of `hpcdist run`.
+    """Return a list of options of `hpcdist run`: the words in ``text`` (value of --run-args), and ``ranks_per_node``.
 
     Raises UsageError for words that are not options of `hpcdist run`.
     """
@@ -126,10 +126,10 @@ def run_series(
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the trials in the list ``plan()``, append the results to the file ``output``, and return a tally.
+    """Run the trials in the list ``plan()``, append the results to the file ``output``, and return the numbers of runs.
 
-    ``limits``: time limits. ``anonymous``: leave out host names. ``command_line(...)``: command line of a trial.
-    ``attributes``: attributes of a new file. ``wrap``: decorator of the measuring function.
+    ``anonymous``: omit host names from the results. ``command_line``: function that returns the command line of a
+    trial. ``attributes``: further attributes of a new file. ``wrap``: decorator of the function that runs a trial.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -160,13 +160,13 @@ def run_series(
 
 
 def tally_line(tally: "SweepTally", ending: str = "") -> str:
-    """Return a line with the numbers of ok, failed and missing runs in ``tally``. ``ending``: text after them."""
+    """Return a line with the numbers of ok, failed and missing runs in ``tally``, followed by the text ``ending``."""
     hint = "; --retry-failed runs failed trials again" if tally.failed else ""
     return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{ending}{hint}"
 
 
 def item_line(item: "SeriesItem") -> str:
-    """Return a line of text about the planned run ``item``: trial, ranks, repeat, and recorded or not."""
+    """Return a line of text about the planned run ``item``: trial, ranks, repeat, and recorded status, if any."""
     state = f"recorded: {item.status}" if item.status else "to run"
     ranks = counted(item.trial.ranks, "rank")
     return f"{item.trial.id} {item.trial.name} on {ranks}, repeat {item.repeat + 1} ({state})"

@@ -41,7 +41,7 @@ COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
 @click.option("--recipe", type=FILE, help="With --job: recipe whose optional packages are checked.")
 def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None, recipe: Path | None) -> int:
-    """Check MPI, launcher, GPU, HDF5 and this machine. Each check prints OK, WARN or FAIL, and what to do.
+    """Check MPI, launcher, GPU, HDF5 and this machine. Each check prints OK, WARN or FAIL, and a remedy.
 
     MPI is started only if a launcher started this process (`mpirun -n 4 hpcdist doctor`), or with --launch. Exit code
     1: a check failed.

@@ -27,9 +27,9 @@ DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
 def examine(out: Path | None, device: str, recipe: Path | None, show: Callable[..., int]) -> int:
-    """Check this job's nodes. Return the exit code on all ranks. Collective.
+    """Check the nodes of this job. Return the same exit code on all ranks. Collective over all ranks of the job.
 
-    ``out``: run directory to check. ``device``: "cpu", "gpu" or "". ``recipe``: file whose packages are checked.
+    ``out``: run directory to check. ``device``: "cpu", "gpu" or "". ``recipe``: recipe to check for missing packages.
     ``show(checks)`` prints the result on rank 0, and returns the exit code.
     """
     launched = launch_environment.launch_environment()

@@ -29,7 +29,7 @@ _RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help
 
 
 def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
-    """Return the newest complete checkpoint of the run in ``run_dir``. Local."""
+    """Return the newest complete or reported checkpoint of ``run_dir``, or an empty `NewestCheckpoint`. Local."""
     from hpcdist.cli.runs.progress import reported_checkpoints
 
     return next((NewestCheckpoint(*item) for item in reported_checkpoints(run_dir).items()), NewestCheckpoint())

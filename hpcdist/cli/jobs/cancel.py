@@ -34,7 +34,7 @@ class CancelRequest:
     show_default=False,
 )
 def cancel(words: tuple[str, ...], saves: bool) -> None:
-    """Cancel jobs, named by job number or by the run directory that they train.
+    """Cancel jobs. Name a job by its number, or by the run directory that the job trains.
 
     A pending job leaves the queue. By default (--save) a running job saves after the current step, ends with exit
     code 0, and is not requeued. Later jobs of its chain leave the queue first. With --now a running job is ended at

@@ -33,7 +33,7 @@ class LocatedJob:
     later: tuple[str, ...] = ()  # numbers of the later jobs of the same chain
 
     def text(self, name: str) -> str:
-        """Return the newest text of the key ``name`` in the job's journal entries, or "" if no entry has the key."""
+        """Return the text of the key ``name`` in the newest journal entry of the job that has this key, or ""."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
@@ -45,15 +45,12 @@ class LocatedJob:
 
 
 def all_jobs() -> list[LocatedJob]:
-    """Return the list of jobs of all runs that this user submitted.
-
-    A run with an unreadable journal is skipped, with a warning.
-    """
+    """Return a list of the jobs of all runs of this user. Print a warning for a run with an unreadable journal."""
     return [job for run_dir in ledger.registered_runs() for job in _of_run(run_dir)]
 
 
 def jobs_named(words: Sequence[str]) -> list[LocatedJob]:
-    """Return the jobs that ``words`` (job numbers, run directories) name. Raises UsageError and ConfigurationError."""
+    """Return a list of the jobs that ``words`` name: job numbers or run directories. Raises HpcdistError."""
     jobs: dict[str, LocatedJob] = {}
     registered_jobs = all_jobs() if any(dispatch.is_id(word) for word in words) else []
     for word in words:
@@ -63,7 +60,10 @@ def jobs_named(words: Sequence[str]) -> list[LocatedJob]:
 
 
 def job_named(word: str) -> LocatedJob:
-    """Return the job with number ``word``, or the last started (else submitted) job of run directory ``word``."""
+    """Return the job with the number ``word``, or one job of the run directory ``word``.
+
+    For a run directory, return the job that started last or, if no job has started, the job that was submitted last.
+    """
     jobs = jobs_named([word])
     started = [(entry.time, job) for job in jobs if job.entered and (entry := job.entered.last(ledger.BEGAN))]
     return max(started, key=lambda pair: pair[0])[1] if started else jobs[-1]
@@ -127,13 +127,13 @@ def printable(text: str) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return ``path`` relative to the current directory if that is shorter, made `printable`."""
+    """Return ``path`` as `printable` text, relative to the current directory if ``path`` is inside this directory."""
     here = os.path.relpath(path)
     return printable(str(path) if here.startswith(os.pardir) else here)
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds as 1-02:03:04, 2:03:04 or 3:04, or None as "-"."""
+    """Format ``seconds`` as days-hours:minutes:seconds, such as 1-02:03:04 or 3:04. None becomes "-"."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

@@ -38,7 +38,7 @@ _AFTER: Final = " of work after the last checkpoints of failed starts"
 
 @dataclass(frozen=True)
 class JobStart:
-    """One start of a job; a requeued job has several. ``elapsed_s`` and ``nodes`` are None if unknown."""
+    """One start of a job. A requeued job has several starts. ``elapsed_s`` and ``nodes`` are None if unknown."""
 
     job: str
     elapsed_s: float | None
@@ -49,7 +49,7 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time interval from one job start of a run to the next."""
+    """Time interval from a job start of a run to the next job start of this run."""
 
     number: int  # index of the start's entry in the journal of the run
     job: str
@@ -62,7 +62,7 @@ class StartWindow(NamedTuple):
 
 
 def start_windows(entries: Sequence[JournalEntry]) -> list[StartWindow]:
-    """Return a `StartWindow` for each job start. ``entries``: the journal of the run, from `ledger.read`."""
+    """Return a list of `StartWindow`, one per job start. ``entries``: the journal of the run, from `ledger.read`."""
     started = [(number, entry) for number, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
     return [
@@ -98,10 +98,7 @@ def _job_start(
 
 
 def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]:
-    """Return the sorted write times of all checkpoints in ``run_dir``, and of removed checkpoints in the journal.
-
-    ``entries``: the journal of the run.
-    """
+    """Return a sorted list of the write times of the checkpoints in ``run_dir`` and in the journal ``entries``."""
     from hpcdist.cli.runs.progress import checkpoints
 
     mentioned = [ns for entry in entries if 0 < (ns := entry.number("saved_ns") or 0) < _LATEST_S * 10**9]
@@ -109,10 +106,10 @@ def save_times(run_dir: Path, entries: Sequence[JournalEntry]) -> list[datetime]
 
 
 def lost_s(trainings: Sequence[StartEntry], windows: Sequence[StartWindow], saves: Sequence[datetime]) -> float:
-    """Return the seconds of work after the last checkpoints of ``trainings`` that failed.
+    """Return the seconds of lost work: from the last checkpoint of each failed training start to the end of the start.
 
-    ``trainings``: starts of the training; others than in the time intervals ``windows`` are ignored. ``saves``:
-    write times of the checkpoints.
+    ``trainings``: starts of the training. Starts outside the time intervals ``windows`` are ignored. ``saves``:
+    write times of checkpoints.
     """
     # Removed checkpoints make the result an upper bound.
     seconds = 0.0
@@ -141,7 +138,7 @@ def report(word: str, as_json: bool) -> None:
     """Report on a job, or on all jobs of a run: outcome, time, node hours, restarts, steps, energy, lost work.
 
     Times and energy come from Slurm accounting if enabled; otherwise times are from the journal of the run. The energy
-    is known once the job is over. It covers whole nodes, also if other jobs ran on them.
+    is known once the job is over. The energy covers whole nodes, including other jobs on these nodes.
 
     --json prints one object: jobs, each with job, state, reason, exit_code and restarts; run_dir, starts,
     failed_starts, elapsed_s, elapsed_by (accounts, ledger or queue), elapsed_reason, node_hours, steps_from, steps_to,
@@ -256,7 +253,7 @@ def _lost(
 
 
 def text(figures: dict[str, Any]) -> list[str]:
-    """Return ``figures``, the result of `account`, as lines of text."""
+    """Return ``figures``, the result of `account`, as a list of text lines."""
     lines = []
     for job in figures["jobs"]:
         code = "" if job["exit_code"] is None else f", exit code {job['exit_code']}"

@@ -46,7 +46,7 @@ class StatusRow:
 
     @property
     def name(self) -> str:
-        """Job name in the journal of the run, or else in the queue."""
+        """Job name from the journal of the run, or from the queue if the journal has no name."""
         return self.job.text("name") or self.state.name
 
 
@@ -57,7 +57,7 @@ class StatusRow:
 def status(words: tuple[str, ...], ended: bool, as_json: bool) -> None:
     """Show the state of the named jobs (number or run directory), or of all your jobs that are not over.
 
-    SAVED is the newest checkpoint of the run: its step, the steps of the recipe, and its age. Your jobs include queued
+    SAVED shows the newest checkpoint of the run: step, run.steps of the recipe, and age. Your jobs include queued
     jobs whose name begins with hpcdist.
 
     --json prints {"jobs": [...]}, each with job, name, scheduler, site, state, reason, nodes, elapsed_s, time_left_s,
@@ -90,10 +90,7 @@ def _own_jobs(ended: bool) -> list[LocatedJob]:
 
 
 def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
-    """Return a list with a row for each of ``jobs``, or for each of its array tasks.
-
-    ``ended``: True to include jobs that are over.
-    """
+    """Return a list with a row per job, or per array task of a job. ``ended``: True to include jobs that are over."""
     parts = dispatch.states_of_parts(job.id for job in jobs)
     rows = []
     runs: dict[Path | None, tuple[NewestCheckpoint, int | None]] = {None: (NewestCheckpoint(), None)}
@@ -196,7 +193,7 @@ SCHEDULER_POLL_S: Final = 5.0  # interval of asking the scheduler whether the jo
 )
 @click.option("--follow", is_flag=True, help="Keep printing new lines until the job is over.")
 def log(word: str, lines: int, follow: bool) -> None:
-    """Print the end of a job's log; for a run directory, its newest job's log. All starts of a job share one log."""
+    """Print the end of the log of a job, or of the newest job of a run directory. All starts of a job share one log."""
     job = lookup.job_named(word)
     path = log_path(job)
     lookup.say(printable(str(path)))
@@ -214,7 +211,7 @@ def log(word: str, lines: int, follow: bool) -> None:
         reason = f" ({printable(state.reason)})" if state.reason else ""
         raise StorageError(
             f"{printable(str(path))} does not exist: job {job.id} is {printable(state.state)}{reason}; "
-            "add --follow to wait for it"
+            "add --follow to wait for the file"
         ) from None
     except BrokenPipeError:  # the reader, such as `| head`, has exited: click ends quietly
         raise
@@ -223,7 +220,7 @@ def log(word: str, lines: int, follow: bool) -> None:
 
 
 def log_path(job: LocatedJob) -> Path:
-    """Return the log path of ``job``. Raises ConfigurationError if it is unknown, UsageError for a whole job array."""
+    """Return the log path of ``job``. Raises ConfigurationError if unknown, UsageError for a whole job array."""
     text = job.log(job.id)
     if lookup.TASK_PATTERN in os.path.basename(text):
         raise UsageError(f"job {job.id} is an array with one log per task; name one task, e.g. {job.id}_0")

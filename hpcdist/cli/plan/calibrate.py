@@ -116,10 +116,10 @@ def command(
 def write_files(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
-    """Fit a cluster to the measurements ``measured``, and write it as the cluster file ``output``. Raises HpcdistError.
+    """Fit a cluster to the measurements ``measured``. Write the cluster file ``output``. Raises HpcdistError.
 
-    ``points``: file for the measurements, or None. ``base``: cluster with the values that are not measured.
-    ``name``: name of the new cluster. ``origin``: versions and machines.
+    ``points``: file for the measurements, or None. ``base``: name or file of a cluster, for unmeasured values.
+    ``name``: name of the new cluster. ``origin``: versions and machines, to store with the measurements.
     """
     # ``points`` None: write the measurements only if the fit fails, next to ``output``.
     import tomllib

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def clusters(named: str | None, as_json: bool) -> None:
     """List the clusters that come with hpcdist, or print one as TOML, for example as a template for your cluster.
 
-    The argument is the name of a listed cluster, or a cluster file, which is also checked.
+    The argument is the name of a listed cluster, or a cluster file. The file is also checked.
     """
     from hpcdist.planner.cluster import toml_file
 
@@ -93,7 +93,7 @@ Examples:
 
 
 class PlanGroup(LazyGroup):
-    """Click command that plans one layout, unless its first word names one of its sub-commands."""
+    """Click command that plans one layout, unless the first argument names a sub-command."""
 
     allow_interspersed_args = True
     allow_extra_args = False
@@ -151,7 +151,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Predict if the training of RECIPE, or of a model given by its sizes, fits a cluster, and its time and cost.
+    """Predict memory use, time and cost of the training of RECIPE, or of a model given by its sizes, on a cluster.
 
     Neither MPI nor a GPU is needed. --set and layout options replace the layout of the recipe. Without RECIPE and
     --model, the default recipe is planned. Without a recipe, GPUs compute in bfloat16 unless --set precision.mode is
@@ -181,10 +181,7 @@ def command(
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
-    """Draw memory use and step timeline of the plan ``answer`` for the model and layout ``subject`` to ``file``.
-
-    Raises HpcdistError.
-    """
+    """Draw memory use and step timeline of ``answer``, the plan for ``subject``, to ``file``. Raises HpcdistError."""
     from hpcdist.planner.report import plot
     from hpcdist.planner.report.plot import timeline
 
@@ -229,7 +226,7 @@ def compare(
     """Plan a model once for each --layout and --cluster, and print all plans in a table.
 
     The model comes from RECIPE, from --model, or from options such as --layers and --hidden. Layout options given
-    outside of --layout apply to every --layout that does not set them.
+    outside of --layout apply to every --layout that does not set the same options.
     """
     from hpcdist.training.use_cases.plan import read_cluster
 
@@ -304,7 +301,7 @@ def _report_text(plans: list[_ComparedPlan]) -> str:
 @click.option("--devices", type=COUNT)
 @click.option("--batch")
 def _options(**options: Any) -> None:
-    """Declare the options inside of --layout for click. The function is never called."""
+    """Declare the options that --layout accepts, for click. This function is never called."""
 
 
 def _parse_layout(text: str) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -81,7 +81,7 @@ class PlanOption(NamedTuple):
         return self.flags.partition("/")[0].removeprefix("--").replace("-", "_")
 
     def with_default(self, default: str) -> "PlanOption":
-        """Return a copy of this option with ``default`` in its help text."""
+        """Return a copy of this option whose help text states the default ``default``."""
         return self._replace(text=f"{self.text.partition('  [default')[0]}  [default: {default}]")
 
     def decorator(self, section: str, *, hidden: bool = False) -> Decorator:

@@ -73,7 +73,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find and explain the best layouts of RECIPE, or of a model given by its sizes, on --devices of a cluster.
+    """Find and explain the best layouts for RECIPE, or for a model given by its sizes, on --devices of a cluster.
 
     The search varies the data, pipeline, tensor and context parallel sizes. It also varies ZeRO stage, micro-batch
     size, schedule and recomputation. A layout option that you give stays fixed. Only --compression enables compression.

@@ -31,10 +31,10 @@ def command() -> None:
 def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
     """Write the parameters of the checkpoint PATH, or of a run's newest checkpoint, to OUT.
 
-    The suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict; a directory gets
-    a model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight; your own PyTorch model keeps its
-    module names. Every byte of the checkpoint is verified. The model may exceed memory. A PyTorch export needs twice
-    the disk space.
+    The suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict. If OUT is a
+    directory, the file is OUT/model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight, but
+    tensors of your own PyTorch model keep the module names. Every byte of the checkpoint is verified. The model may be
+    larger than the memory. A PyTorch export needs twice the disk space.
     """
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
@@ -115,7 +115,7 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
 @click.option("--plan", "plan_only", is_flag=True, help="Print the striping command without running it.")
 @json_option
 def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: bool, as_json: bool) -> int:
-    """Stripe DIR for checkpoints of a given size, with lfs setstripe on Lustre or BeeGFS's own tool.
+    """Stripe the directory DIR for checkpoints of a given size, by lfs setstripe on Lustre or by BeeGFS's tool.
 
     The stripe count is computed for --bytes bytes that --writers ranks write together. --set replaces the computed
     options. --plan prints the command without running it. The striping applies to files created in DIR later. On other
@@ -169,7 +169,7 @@ def ls(run_dir: Path, as_json: bool) -> None:
 @click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
 @json_option
 def show(path: Path, tensors: bool, as_json: bool) -> None:
-    """Print the content of the checkpoint PATH (.../step-N), or of the newest complete one of a run directory."""
+    """Print the content of the checkpoint PATH (.../step-N), or of the newest complete checkpoint of the run PATH."""
     from hpcdist.checkpoint import listing
 
     checkpoint = listing.inspect(listing.select(path))
@@ -209,8 +209,8 @@ def _print_figures(figures: dict[str, Any]) -> None:
 def verify(path: Path, as_json: bool) -> int:
     """Read every byte of the checkpoint PATH (.../step-N), or of all checkpoints of the run directory PATH.
 
-    Damage is printed with file, byte range and tensor. Incomplete saves, and files without digests, are printed but are
-    not damage.
+    Damage is printed with file, byte range and tensor. Incomplete saves, and files without digests, are printed but do
+    not count as damage.
 
     Exit code 0: no damage. 1: damage. 74: nothing to verify.
     """
@@ -243,7 +243,7 @@ def verify(path: Path, as_json: bool) -> int:
 def prune(
     run_dir: Path, keep: int, keep_every: int, keep_best: int, damaged: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Remove the checkpoints of the run in RUN_DIR that no option keeps.
+    """Remove the checkpoints of the run in RUN_DIR that no --keep option selects.
 
     Incomplete checkpoints are neither counted nor removed. Damaged checkpoints are removed only with --damaged. The
     newest restorable checkpoint is always kept; it is verified first. While a job of the run is running, this command

@@ -166,7 +166,7 @@ MAX_RANKS = 32  # rows of the printed table
 @json_option
 @click.pass_context
 def hang(context: click.Context, run_dir: Path, patience: float, as_json: bool) -> None:
-    """Name the first rank of RUN_DIR whose operations differ from the other ranks', with operation and source line.
+    """Name the first rank of RUN_DIR that differs from the other ranks, with its operation and source line.
 
     Reads the flight recorder of every rank, during a hang or after the run died. Exit code 1 if a problem is found,
     else 0.

@@ -17,7 +17,7 @@ MAX_RECORD_BYTES: Final = 1 << 16
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return {name of a complete checkpoint in ``run_dir``: its write time in ns}, newest first."""
+    """Return {name: write time in ns} of the complete hpcdist checkpoints in ``run_dir``, highest step first."""
     written_ns = {}
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")
@@ -28,7 +28,7 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
 
 
 def reported_checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return `checkpoints`, or else {path: write time in ns} of the checkpoint that `hpcdist.torch.saved` reported."""
+    """Return `checkpoints` or, if empty, {path: time in ns} of the checkpoint that `hpcdist.torch.saved` reported."""
     if saved := checkpoints(run_dir):
         return saved
     record = run_dir / PROGRESS_FILE
@@ -40,8 +40,8 @@ def reported_checkpoints(run_dir: Path) -> dict[str, int]:
 def progress(run_dir: Path) -> dict[str, int]:
     """Return {name: write time in ns} of the checkpoints in ``run_dir``, newest first. Local.
 
-    A script may have other checkpoints than hpcdist: then the checkpoint that `hpcdist.torch.saved` reported, or
-    else the newest file that is neither of hpcdist nor a log.
+    For a script without hpcdist checkpoints, return the checkpoint that `hpcdist.torch.saved` reported or, without a
+    report, the newest file that is neither a log nor a file of hpcdist.
     """
     if (saved := reported_checkpoints(run_dir)) or (run_dir / RECIPE_FILE).exists():
         return saved

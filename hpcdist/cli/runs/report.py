@@ -29,7 +29,7 @@ TARGETS: Final = ("csv", "wandb", "mlflow")  # formats of --to
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the HTML page of the run in ``run_dir`` to ``file``. ``sample``: with text generated after ``prompt``."""
+    """Write the HTML page of the run in ``run_dir`` to ``file``. ``sample``: add text generated after ``prompt``."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
@@ -40,7 +40,7 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
     """Return the settings, checkpoints and costs of the run in ``run_dir``, for its HTML page.
 
-    ``sample``: also a text that its model generates after ``prompt``.
+    ``sample``: True to add a text that the run's model generates after ``prompt``.
     """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
@@ -187,7 +187,7 @@ def report(
     elif place.is_file():
         _report_sweep(place, plot, html, as_json, markdown)
     elif markdown:
-        raise UsageError(f"--markdown prints the table of a sweep; {place} is not a results file")
+        raise UsageError(f"--markdown prints the table of a sweep, but {place} is not a results file; omit --markdown")
     else:
         if html is not None:
             write_page(place, html, sample=not no_sample, prompt="" if no_sample else sample_prompt)
@@ -238,7 +238,7 @@ def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
 
 
 def read_runs(places: "Sequence[Path]") -> "list[RunData]":
-    """Return the data of the runs in the directories ``places``, in order. Raises UsageError for a results file."""
+    """Return a list of the data of the runs in the directories ``places``. Raises UsageError for a results file."""
     if files := [place for place in places if place.is_file()]:
         raise UsageError(f"{files[0]} is a results file: give only this file, or only runs; see `hpcdist compare`")
     return [_read_run(place) for place in places]

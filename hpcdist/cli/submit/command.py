@@ -22,10 +22,7 @@ PROGRAM: Final = "hpcdist.program"  # key in click's context.meta of the words a
 
 
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
-    """Return the planner's estimate of time and memory for the job ``planned`` on ``cluster``, as text lines.
-
-    If there is no estimate, the line gives the reason.
-    """
+    """Return text lines with the estimated time and memory of ``planned`` on ``cluster``, or with an error text."""
     if planned.recipe is None:
         return [f"no estimate: --cluster {cluster} only works for the training of one recipe"] if cluster else []
     named = cluster or planned.site.cluster
@@ -159,16 +156,16 @@ class SubmitCommand(click.Command):
 def command(
     recipe: Path | None, overrides: tuple[str, ...], cluster: str | None, dry_run: bool, **options: Any
 ) -> None:
-    """Submit the training of RECIPE (TOML), of the default recipe, or a PROGRAM, and print the job number.
+    """Submit the training of RECIPE (TOML) or of the default recipe, or a PROGRAM. Print the job number.
 
     The job runs in this directory with this environment and Python. Before the walltime ends, the job saves, stops and
-    is requeued until all steps are done. With --chain, several jobs are submitted, and each continues the run of the
-    job before. The recipe is copied into the run directory, so later changes to the file have no effect.
+    is requeued until all steps are done. With --chain, several jobs are submitted. Each job continues the run of the
+    previous job. The recipe is copied into the run directory, so later changes to the file have no effect.
 
     Submitting the same recipe again continues the same run from its newest checkpoint. If a job of that run waits or
     runs, its number is printed and nothing is submitted. If the recipe sets no checkpoint interval, the job uses Daly's
     optimum from the node failure rate of the cluster, or an interval from the walltime. If the training fails, the job
-    ends with its exit code, unless --restarts is given.
+    ends with the training's exit code, unless --restarts is given.
 
     A PROGRAM (`-- python train.py`) is started on all ranks. Its hpcdist.training.pytorch.Training resumes from its
     checkpoints. Regular saves need checkpoint.every_steps or checkpoint.mtbf_s. Instead of --set, export

@@ -58,7 +58,7 @@ def planned_job(
 ) -> "PlannedJob":
     """Return the batch job for the arguments of `hpcdist submit`. Raises ConfigurationError and UsageError.
 
-    ``recipe``: recipe file or None. ``overrides``: values of --set. ``options``: {option: value}. ``program``:
+    ``recipe``: recipe file or None. ``overrides``: values of --set. ``options``: {option name: value}. ``program``:
     command line to run instead of a recipe.
     """
     from hpcdist.training.use_cases import batch_job as plan

@@ -45,9 +45,9 @@ def all_to_all(
 ) -> None:
     """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective.
 
-    ``algorithm``: "pairwise", "bruck" (for ranges of one size) or "hierarchical".
+    ``algorithm``: "native", "pairwise", "bruck" or "hierarchical". For "bruck", all ranges on all ranks must have the
+    same size. ``send`` and ``receive`` have the same dtype, and do not overlap.
     """
-    # For "bruck", all ranges on all ranks must have one size. The buffers have one dtype, and do not overlap.
     function = ALL_TO_ALL.get(algorithm)
     if function is None:
         raise UsageError(f"all-to-all algorithm {algorithm!r} is unknown; choose one of {', '.join(ALL_TO_ALL)}")
@@ -80,7 +80,7 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
 def pairwise_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Execute `all_to_all` pairwise, in p - 1 steps. Collective over ``comm``, of p ranks."""
+    """Execute `all_to_all` in p - 1 steps of one send and one receive. Collective over ``comm`` of p ranks."""
     # In step k, rank r sends to rank (r + k) mod p and receives from rank (r - k) mod p.
     receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
     for distance in range(1, comm.size):
@@ -91,7 +91,7 @@ def pairwise_all_to_all(
 def bruck_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Execute `all_to_all` by Bruck's algorithm, in ceil(log2 p) steps. Collective over ``comm``, of p ranks."""
+    """Execute `all_to_all` by Bruck's algorithm in ceil(log2 p) steps. Collective over ``comm`` of p ranks."""
     # In step b, rank r sends to rank (r + 2^b) mod p all data whose distance to its receiver has bit b set.
     block = _block(send_ranges, receive_ranges)
     # Row i is the block with i ranks to go. In step b, rows with bit b in their number move 2^b ranks ahead and keep
@@ -119,7 +119,7 @@ def bruck_all_to_all(
 def _block(send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> int:
     sizes = {part.size for part in (*send_ranges, *receive_ranges)}
     if len(sizes) > 1:
-        raise UsageError(f"bruck needs ranges of one size, got the sizes {sorted(sizes)}; choose pairwise")
+        raise UsageError(f"bruck needs ranges of equal size, got the sizes {sorted(sizes)}; use pairwise instead")
     return sizes.pop()
 
 
@@ -130,7 +130,7 @@ _Parts: TypeAlias = list[list[Array]]  # one list per rank of a node
 def hierarchical_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Execute `all_to_all`, with one message each way between two nodes. Collective over ``comm``."""
+    """Execute `all_to_all` with one message in each direction between every two nodes. Collective over ``comm``."""
     nodes = comm.nodes()
     here = nodes.members[nodes.index]
     own_ranges = [send_ranges[rank] for rank in here], [receive_ranges[rank] for rank in here]
@@ -181,7 +181,7 @@ def _between(
 
 
 def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Gather all ranks' message sizes into an int array (rank, 0: send or 1: receive, peer) of elements. Collective."""
+    """Return all message sizes in elements as an array (rank, 0 for sent or 1 for received, peer). Collective."""
     local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
     return gather_counts(comm, np.array(local_sizes, np.int64))
 
@@ -220,14 +220,14 @@ def _check(
     check_buffer(receive)
     if send.ndim != 1 or not send.flags.c_contiguous or send.dtype != receive.dtype:
         raise BufferHandoverError(
-            f"an all-to-all needs 1-D contiguous buffers of one dtype, got {send.dtype} of shape {send.shape} with "
-            f"strides {send.strides} to send and {receive.dtype} to receive; copy or convert a buffer"
+            f"an all-to-all needs 1-D contiguous buffers of equal dtype, got a send buffer of {send.dtype}, shape "
+            f"{send.shape}, strides {send.strides}, and a receive buffer of {receive.dtype}; copy or convert a buffer"
         )
     check_ranges(comm, send, send_ranges)
     check_ranges(comm, receive, receive_ranges)
     sizes = (send_ranges[comm.rank].size, receive_ranges[comm.rank].size)
     if sizes[0] != sizes[1]:
-        raise UsageError(f"rank {comm.rank} sends itself {sizes[0]} elements, but receives {sizes[1]} from itself")
+        raise UsageError(f"rank {comm.rank} sends itself {sizes[0]} elements, but receives {sizes[1]}; use equal sizes")
 
 
 def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
@@ -238,7 +238,7 @@ def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> 
 
 
 def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place. Each rank gets only its element range ``buffer[shares[rank]]``. Collective."""
+    """Reduce ``buffer`` in place by an all-to-all. Rank r gets only the result ``buffer[shares[r]]``. Collective."""
     check_buffer(buffer)
     ufunc(buffer, op)  # rejects an unknown op before anything is sent
     check_ranges(comm, buffer, shares)
@@ -250,9 +250,9 @@ def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequenc
 
 
 def reduce_rows(rows: list[Array], result: Array, op: str) -> None:
-    """Reduce ``rows``, one array per rank, in rank order, and write the result to ``result``. Local.
+    """Reduce ``rows``, the arrays of all ranks, in rank order, and write the result to ``result``. Local.
 
-    ``op``: "sum", "max" or "min". 16-bit floats are accumulated in float32 and rounded once.
+    ``op``: "sum", "max" or "min". 16-bit floats are accumulated in float32, and only the result is rounded.
     """
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)

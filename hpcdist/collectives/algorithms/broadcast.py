@@ -55,7 +55,7 @@ def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str =
 
 
 def binomial_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None:
-    """Send the buffer of rank ``root`` down a binomial tree of ranks. Collective over ``comm``."""
+    """Broadcast the buffer of rank ``root`` along a binomial tree of ranks. Collective over ``comm``."""
     relative_rank = (comm.rank - root) % comm.size  # root: 0; the parent is this number without its lowest set bit
     span = _span(relative_rank, comm.size)
     if relative_rank:
@@ -69,7 +69,7 @@ def binomial_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None
 
 
 def scatter_all_gather_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None:
-    """Scatter the buffer of rank ``root`` down a binomial tree, one chunk per rank, then all-gather. Collective."""
+    """Broadcast: scatter one chunk of rank ``root``'s buffer to each rank, then all-gather the chunks. Collective."""
     turned = (comm.rank - root) % comm.size
     chunks = split(buffer.size, comm.size, buffer.itemsize)  # in the order of the numbers relative to the root
 
@@ -89,7 +89,7 @@ def scatter_all_gather_broadcast(comm: Communicator, buffer: Array, root: int = 
 
 
 def chain_broadcast(comm: Communicator, buffer: Array, root: int = 0, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-    """Send the buffer of rank ``root`` along a chain of ranks that forward it segment by segment. Collective."""
+    """Broadcast the buffer of rank ``root`` along a chain: each rank forwards segments to the next rank. Collective."""
     check_segment(segment_bytes)
     relative_rank = (comm.rank - root) % comm.size
     whole = Range(0, buffer.size)

@@ -39,7 +39,7 @@ def circulant_allreduce(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
-    """Reduce ``buffer`` in place by the circulant algorithm. Rank r gets only ``buffer[ranges[r]]``. Collective."""
+    """Reduce ``buffer`` by the circulant algorithm. Rank r gets only the result ``buffer[ranges[r]]``. Collective."""
     combine = combiner(buffer, op)
     check_ranges(comm, buffer, ranges)
     check_segment(segment_bytes)
@@ -47,7 +47,7 @@ def reduce_scatter(
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    """Fill ``buffer`` by the circulant algorithm: each rank contributes ``buffer[ranges[rank]]``. Collective."""
+    """All-gather ``buffer`` by the circulant algorithm. Rank r contributes ``buffer[ranges[r]]``. Collective."""
     check_buffer(buffer)
     check_ranges(comm, buffer, ranges)
     _gather(comm, buffer, _from_own(comm, ranges))

@@ -26,7 +26,7 @@ SEGMENT_BYTES: Final = 2 << 20  # shorter segments are up to 4x slower through s
 def double_tree_allreduce(
     comm: Communicator, buffer: Array, op: str = "sum", *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
-    """Reduce ``buffer`` in place, one half by each of two binary trees. Equal bits on every rank. Collective."""
+    """Reduce ``buffer`` in place. Each of two binary trees reduces one half. All ranks get equal bits. Collective."""
     combine = combiner(buffer, op)
     check_segment(segment_bytes)
     if comm.size == 1:
@@ -56,7 +56,7 @@ class TreePosition:
 
 @lru_cache(maxsize=32)
 def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
-    """Return two lists of `TreePosition` by rank, one list for each of the two trees over ``size`` ranks. Local."""
+    """Return a tuple with one pair for each of ``size`` ranks: the `TreePosition` in the first and second tree."""
     first = [_place(rank, size) for rank in range(size)]
     # An even size: mirroring swaps even and odd ranks. An odd size: shift all ranks by one.
     roles = [size - 1 - rank if size % 2 == 0 else (rank - 1) % size for rank in range(size)]

@@ -33,19 +33,19 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Split ``shards`` logical shards (input buffers) among ``size`` ranks. Return the range of each rank. Local."""
+    """Split ``shards`` logical shards (numbered input buffers) among ``size`` ranks. Return one range per rank."""
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
 def halves(node: Range) -> tuple[Range, Range]:
-    """Return (left child, right child) of the tree node ``node``, a range of two or more logical shards."""
+    """Return (left child, right child) of the tree node ``node``. A tree node is a range of logical shards."""
     assert node.size > 1
     middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # split at the largest power of two below the size
     return Range(node.start, middle), Range(middle, node.stop)
 
 
 def nodes_within(shards: int, part: Range) -> list[Range]:
-    """Return the fewest nodes of the tree over ``shards`` logical shards that make up the range ``part``."""
+    """Return the shortest list of tree nodes that cover exactly the range ``part`` of ``shards`` logical shards."""
 
     def walk(node: Range) -> list[Range]:
         common = node.intersect(part)
@@ -77,12 +77,12 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduction of numbered buffers (logical shards) over ``comm``, in an order independent of the number of ranks."""
+    """Reduction of numbered buffers (logical shards) over ``comm``, in the same order for any number of ranks."""
 
-    # At least as many buffers as ranks, of one size and dtype. 16-bit floats are summed and sent in float32.
+    # At least as many buffers as ranks, all of equal size and dtype. 16-bit floats are summed and sent in float32.
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
         if shards < comm.size:
-            raise UsageError(f"{shards} logical shards for {comm.size} ranks: use at least {comm.size} shards")
+            raise UsageError(f"{shards} logical shards are too few for {comm.size} ranks; use at least {comm.size}")
         check_op(op)
         self._comm, self._op, self._shards = comm, op, shards
         parts = shards_of(shards, comm.size)
@@ -94,7 +94,7 @@ class FixedTree:
         self._free: list[Array] = []
 
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
-        """Add ``addend`` as logical shard number ``shard``. A rank adds its shards in ascending order. Local."""
+        """Add ``addend`` as logical shard number ``shard``. Each rank adds its shards in ascending order. Local."""
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
         wide = accumulation_dtype(addend.dtype)
@@ -117,12 +117,12 @@ class FixedTree:
         self._partials.append(partial)
 
     def reduce(self, buffer: Array) -> None:
-        """Write the reduction of all added arrays to ``buffer``, which may be the last added array. Collective."""
+        """Reduce all ranks' added arrays. Write the result to ``buffer``, e.g. the last added array. Collective."""
         chunks = split(buffer.size, self._comm.size, buffer.itemsize)
         self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Reduce all added arrays. Write only ``buffer[shares[rank]]`` of the result on each rank. Collective."""
+        """Reduce all ranks' added arrays. Rank r gets only the result ``buffer[shares[r]]``. Collective."""
         self._run("reduce_scatter", buffer, shares, lambda: None)
 
     def _run(self, name: str, buffer: Array, shares: Sequence[Range], then: Callable[[], None]) -> None:
@@ -201,8 +201,8 @@ class FixedTree:
     def _check_shares(self, shares: Sequence[Range], size: int) -> None:
         if len(shares) != self._comm.size or any(share.stop > size for share in shares):
             raise UsageError(
-                f"got the shares {[(share.start, share.stop) for share in shares]} of a buffer of {size} elements on "
-                f"{self._comm.size} ranks; give one range within the buffer for each rank"
+                f"the shares {[(share.start, share.stop) for share in shares]} do not fit a buffer of {size} elements "
+                f"on {self._comm.size} ranks; pass one range within the buffer for each rank"
             )
 
     def _check_size(self, size: int) -> None:

@@ -40,8 +40,8 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 
 
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place over ``intra`` (ranks of a node), then ``inter`` (one rank per node). Collective."""
-    # Rows have equally many ranks. `collectives.release(intra)` frees the shared memory of a row.
+    """Reduce ``buffer`` over ``intra`` (this node's ranks), then ``inter`` (one rank of every node). Collective."""
+    # All nodes have equally many ranks. `collectives.release(intra)` frees the shared memory of a node.
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
     _reduce(place, buffer, op)

@@ -26,7 +26,7 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class Hypercube:
-    """This rank's place in a hypercube of 2^k vertices, for algorithms that need a power of two of ranks."""
+    """Position of this rank in a hypercube of 2^k vertices, for algorithms on a power-of-two number of ranks."""
 
     size: int  # 2^k
     rank: int | None  # this rank's vertex number; None: not a vertex
@@ -34,7 +34,7 @@ class Hypercube:
 
     @classmethod
     def of(cls, comm: Communicator) -> "Hypercube":
-        """Return the largest hypercube that the ranks of ``comm`` can form, as this rank sees it. Local."""
+        """Return this rank's position in the largest hypercube that the ranks of ``comm`` can form. Local."""
         size = 1 << (comm.size.bit_length() - 1)
         pairs = comm.size - size
         # The first 2 pairs ranks form pairs: rank 2v + 1 is vertex v. The other ranks move down by the number of even
@@ -44,16 +44,16 @@ class Hypercube:
         return cls(size, comm.rank // 2 if comm.rank % 2 else None, pairs)
 
     def is_paired(self, comm: Communicator) -> bool:
-        """Return True if this rank is one of two ranks of ``comm`` that share one hypercube vertex. Local."""
+        """Return True if this rank and another rank of ``comm`` share one hypercube vertex. Local."""
         return comm.rank < 2 * self.pairs
 
     def outer(self, rank: int) -> int:
-        """Convert the hypercube vertex number ``rank`` to the rank in the communicator."""
+        """Return the communicator rank of the hypercube vertex with number ``rank``. Local."""
         return 2 * rank + 1 if rank < self.pairs else rank + self.pairs
 
 
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
-    """Reduce the buffers of all ranks by ``combine`` to 2^k ranks, and return their `Hypercube`. Collective."""
+    """Combine the buffers of paired ranks, so that 2^k buffers remain. Return this rank's `Hypercube`. Collective."""
     cube = Hypercube.of(comm)
     if cube.is_paired(comm):
         if cube.rank is None:
@@ -66,7 +66,7 @@ def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
 
 
 def unfold(comm: Communicator, cube: Hypercube, buffer: Array) -> None:
-    """Undo `fold`: copy the result in ``buffer`` from the ranks of ``cube`` to all other ranks. Collective."""
+    """Undo `fold`: copy ``buffer`` from the vertices of ``cube`` to the ranks that are not vertices. Collective."""
     if cube.is_paired(comm):
         if cube.rank is None:
             comm.recv(buffer, comm.rank + 1)

@@ -52,7 +52,7 @@ def ring_allreduce(
 
 
 def ring_bidirectional_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place around a ring; half of each chunk goes in each direction. Collective."""
+    """Reduce ``buffer`` in place around a ring. The halves of a chunk travel in opposite directions. Collective."""
     ring_allreduce(comm, buffer, op, bidirectional=True)
 
 
@@ -65,7 +65,7 @@ def reduce_scatter(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined. Collective."""
+    """Reduce ``buffer`` around a ring. On rank r, only ``buffer[ranges[r]]`` is defined afterwards. Collective."""
     combine = combiner(buffer, op)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
     if _in_segments(buffer, lanes, segment_bytes):
@@ -94,7 +94,7 @@ def all_gather(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Fill ``buffer``, of any dtype, in place: rank r contributes ``buffer[ranges[r]]``. Collective."""
+    """All-gather ``buffer`` (any dtype) around a ring. Rank r contributes ``buffer[ranges[r]]``. Collective."""
     check_buffer(buffer)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
     if _in_segments(buffer, lanes, segment_bytes):
@@ -185,14 +185,14 @@ LEADER: Final = 0
 
 
 def reduce_to_leader(intra: Communicator, buffer: Array) -> None:
-    """Sum ``buffer`` in place on rank 0. It becomes undefined on other ranks. Collective over ``intra``."""
+    """Sum ``buffer`` on rank 0. ``buffer`` becomes undefined on the other ranks. Collective over ``intra``."""
     chunks = split(buffer.size, intra.size, buffer.itemsize)
     reduce_scatter(intra, buffer, chunks)
     _gather(intra, buffer, chunks)
 
 
 def broadcast_from_leader(intra: Communicator, buffer: Array) -> None:
-    """Copy the ``buffer`` of rank 0 to all ranks, in place. Collective over ``intra``."""
+    """Overwrite ``buffer`` on all ranks with the ``buffer`` of rank 0. Collective over ``intra``."""
     # Sending n/m to each rank and forwarding is cheaper than sending n to each rank.
     chunks = split(buffer.size, intra.size, buffer.itemsize)
     _scatter(intra, buffer, chunks)

@@ -35,10 +35,10 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` by messages over ``intra``, the communicator of a node. Construction is collective."""
+    """Reduction of ``buffer`` by messages between the ranks of a node. Construction is collective over ``intra``."""
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
-        # ``order``: segments in the order of their summation, which the first ``owners`` ranks share.
+        # ``order``: segments in the order of their reduction. The first ``owners`` ranks each reduce a part of them.
         self.buffer, self.combine = buffer, combiner(buffer, op)
         self._intra, self._owners, self._order = intra, owners, order
         self._parts: dict[int, list[Range]] = {}
@@ -51,7 +51,7 @@ class NodeFlow:
         self._totals: deque[list[Request]] = deque()
 
     def range_in(self, segment: Range, rank: int) -> Range:
-        """Return the elements of ``segment`` that ``rank`` sums, as a range from the start of ``segment``. Local."""
+        """Return the range of elements that ``rank`` reduces, relative to the start of ``segment``. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -60,12 +60,12 @@ class NodeFlow:
         return parts[rank]
 
     def view(self, segment: Range, rank: int) -> Array:
-        """Return a view of the elements in ``segment`` that ``rank`` sums. Local."""
+        """Return a view of the buffer elements in ``segment`` that ``rank`` reduces. Local."""
         part: Array = self.buffer[self.range_in(segment, rank).shift(segment.start).slice]
         return part
 
     def local_view(self, segment: Range) -> Array:
-        """Return a view of the elements in ``segment`` that this rank sums. Local."""
+        """Return a view of the buffer elements in ``segment`` that this rank reduces. Local."""
         return self.view(segment, self._intra.rank)
 
     def _begin_next(self) -> None:
@@ -83,7 +83,7 @@ class NodeFlow:
         self._begun += 1
 
     def sum_next(self) -> None:
-        """Wait for the other ranks' data of the next segment, and add up this rank's elements of that segment."""
+        """Wait for the other ranks' data of the next segment, then reduce this rank's range of this segment."""
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
         local_part, addends = self.local_view(self._order[self._summed]), self._addends.popleft()
@@ -106,7 +106,7 @@ class NodeFlow:
             self.combine(total, rows[-1], local_part)
 
     def spread(self, segment: Range) -> None:
-        """Start to exchange the sums of ``segment``: each rank sends its sums, and receives the other ranks' sums."""
+        """Start to exchange the results of ``segment``. Every rank sends its range, and receives the other ranges."""
         for request in self._sends.pop(segment, ()):
             request.wait()  # do not receive into memory that is still being sent
         local_part = self.local_view(segment)
@@ -166,7 +166,7 @@ class Counters:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
     def publish(self, word: int, number: int) -> None:
-        """Set this rank's counter with index ``word`` to ``number``. Its readers also see all earlier writes. Local."""
+        """Set this rank's counter ``word`` to ``number``. Ranks that read ``number`` see all earlier writes. Local."""
         _raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
@@ -194,13 +194,13 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return the bytes in shared memory that hold the input of ``rank`` for the segment with index ``number``."""
+        """Return a byte view of the shared memory for the input of ``rank`` to the segment with index ``number``."""
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return the bytes in shared memory that hold the sums by ``rank`` for the segment with index ``number``."""
+        """Return a byte view of the shared memory for the sums by ``rank`` of the segment with index ``number``."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -214,15 +214,15 @@ def flow_of(
 ) -> NodeFlow:
     """Return a `NodeFlow` that reduces ``buffer`` over a node's ranks, in shared memory if possible. Collective.
 
-    ``order``: segments in the order of reduction. The first ``owners`` ranks sum at most ``part_bytes`` of each.
+    ``order``: ranges of the buffer (segments) in the order of their reduction. The first ``owners`` ranks each reduce
+    at most ``part_bytes`` bytes of every segment.
     """
-    # ``part_bytes``: maximum bytes of a segment that one rank sums. Without shared memory, return a plain `NodeFlow`.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
     memory = _memory.get(intra)
     if memory is not None and memory.is_busy:
         raise CommunicationError(
-            f"an earlier collective in the shared memory of {intra.name} was aborted, so its ranks may be at "
+            f"an earlier collective in the shared memory of {intra.name} was aborted, so the ranks may be at "
             "different calls; end the job, or call collectives.release on all ranks"
         ) from memory.given_up
     if memory is None or memory.segment_bytes < owners * part_bytes or memory.part_bytes < part_bytes:
@@ -236,12 +236,12 @@ def flow_of(
 
 
 def keep_for(comm: Communicator, intra: Communicator) -> None:
-    """Let `release` of ``comm`` also free the shared memory of ``intra``, the communicator of its node. Local."""
+    """Let ``release(comm)`` also free the shared memory of ``intra``, the communicator of this node. Local."""
     _inside[comm] = intra
 
 
 def release(comm: Communicator) -> None:
-    """Free the shared memory kept for ``comm`` and for its node communicator. Collective over ``comm``."""
+    """Free the shared memory of ``comm`` and of the communicator set by `keep_for`. Collective over ``comm``."""
     for owner in (comm, _inside.pop(comm, None)):
         if owner is not None:
             _give_back(owner)
@@ -319,12 +319,12 @@ _TURNS: Final = 0  # index of the counter word
 
 
 def part_bytes(nbytes: int) -> int:
-    """Return the bytes to allocate for ``nbytes`` bytes: 25 % more, so that growing sizes rarely reallocate."""
+    """Return the number of bytes to allocate for ``nbytes`` bytes of data: 25 % more, to avoid reallocations."""
     return align_up(nbytes + nbytes // 4, ALIGN_BYTES)
 
 
 class PublishedMemory:
-    """Arrays in the shared memory of a node: each rank writes its arrays and reads all. Construction is collective."""
+    """Named arrays in shared memory. Each rank writes its arrays and reads all arrays. Construction is collective."""
 
     def __init__(self, comm: Communicator, numbers: int) -> None:
         self._comm, self._turns = comm, 0
@@ -337,7 +337,7 @@ class PublishedMemory:
         self.head = [view[view.size - 8 * numbers :].view(np.int64) for view in self._counters.block.views]
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Enlarge each array to ``sizes[name]`` bytes, and lose its data. Raises MissingCapabilityError. Collective."""
+        """Enlarge arrays to ``sizes[name]`` bytes. Any growth clears all. Raises MissingCapabilityError. Collective."""
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
         if not short:
             return
@@ -349,13 +349,13 @@ class PublishedMemory:
         self._parts = self._comm.shared(total)
         if not self._parts.is_shared:
             raise MissingCapabilityError(
-                f"the {self._comm.size} ranks of {self._comm.name} cannot share {total} bytes each: free "
+                f"the {self._comm.size} ranks of {self._comm.name} cannot share {total} bytes each; free "
                 "memory or enlarge /dev/shm, or set communication.algorithm = 'native'"
             )
         segments.count_in_ledger(self._parts.views[self._comm.rank])
 
     def part(self, rank: int, name: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray:
-        """Return the array ``name`` of ``rank`` as a view with this shape and dtype, of its first elements. Local."""
+        """Return a view of the first elements of the array ``name`` of ``rank``, with this shape and dtype. Local."""
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return np.empty(shape, dtype)
@@ -365,10 +365,10 @@ class PublishedMemory:
         return array
 
     def publish(self) -> None:
-        """Make this rank's writes visible to all ranks. Raises CommunicationError if a `wait` was aborted. Local."""
+        """Let all ranks see this rank's writes. Raises CommunicationError if an earlier `wait` was aborted. Local."""
         if self._counters.given_up is not None:
             raise CommunicationError(
-                f"an earlier exchange in the shared memory of {self._comm.name} was aborted, so its ranks cannot "
+                f"an earlier exchange in the shared memory of {self._comm.name} was aborted, so the ranks cannot "
                 "continue; end the job"
             ) from self._counters.given_up
         self._turns += 1

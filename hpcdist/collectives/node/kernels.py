@@ -263,7 +263,7 @@ _reduce_at.sample_address(*_NUMBERS, "float64*")
 
 
 def address_of(dtype: np.dtype) -> int:
-    """Return the address of the compiled reduction for ``dtype``. Compiles it if it is not cached. Local."""
+    """Return the address of the reduction kernel for ``dtype``. Compile the kernel if it is not cached. Local."""
     if dtype == BFLOAT16:
         return _reduce_bfloat16_at.address(*_NUMBERS, "float32*")
     if dtype == np.float16:

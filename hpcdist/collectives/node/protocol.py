@@ -266,7 +266,7 @@ def _barrier(
 
 @jit
 def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
-    """Continue a call of `start_call`. Return DONE, WAITING (call again) or DIFFERENT (the ranks' calls differ)."""
+    """Continue the collective of `start_call`. Return DONE, WAITING (call again) or DIFFERENT (ranks' calls differ)."""
     flags, data, status = places[0], buffer.ctypes.data, DONE
     if state[STAGE] == MEET:
         status = _barrier(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
@@ -281,14 +281,13 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Start a collective on ``buffer`` in shared memory. Return its status, as `advance` does.
+    """Start a collective on ``buffer`` in shared memory. Return DONE, WAITING or DIFFERENT, as `advance` does.
 
-    ``state``: progress of this rank. ``places``, ``regions``: addresses. ``bounds``: byte ranges of the ranks.
-    ``plan``: words of a `Plan`. ``target``: result address, or 0 for ``buffer``.
+    ``state``: int64 array with this rank's progress. ``places`` (5, ranks): addresses of the counters, of two slots
+    for small buffers, and of two halves of the staging area. ``regions``: addresses of shared memory that can hold
+    buffers. ``bounds`` (2, ranks): start and end byte of each rank's range. ``plan``: words of a `Plan`. ``target``:
+    address of the result, or 0 for ``buffer``.
     """
-    # ``state``: int64 array with this rank's progress. ``places`` (5, ranks): addresses of the counters, of two slots
-    # for small buffers, and of two halves of the staging area. ``regions``: shared memory that can hold buffers.
-    # ``bounds``: start and end byte of each rank's range. ``target``: address of the result, or 0 for ``buffer``.
     state[CALL] += 1
     state[STAGE], state[PIECE] = MEET, 0
     state[TARGET] = target if target != 0 else buffer.ctypes.data

@@ -44,20 +44,20 @@ _DTYPES: Final = tuple(FLOATS | INTEGERS)  # the ranks compare indices in this t
 
 
 def slot_bytes(ranks: int) -> int:
-    """Return the bytes of a rank's shared buffer for small arrays. ``ranks``: number of ranks on the node. Local."""
+    """Return the size in bytes of each of a rank's two slots for small buffers, with ``ranks`` ranks on the node."""
     return SLOTS_BYTES // ranks // ALIGN_BYTES * ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Arguments of a collective for compiled code: integer constants (``words``) and byte ranges (``bounds``)."""
+    """Arguments of a collective for compiled code: integers (``words``) and each rank's byte range (``bounds``)."""
 
     words: np.ndarray
     bounds: np.ndarray
 
 
 class NodeMemory:
-    """Shared memory for collectives over the communicator ``comm``, whose ranks are all on one node. Collective."""
+    """Shared memory for collectives over ``comm``, whose ranks are all on one node. Construction is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         # No reference to the communicator: it is the weak key of `_memory`, and would never be freed.
@@ -85,7 +85,7 @@ class NodeMemory:
         self._naps = is_crowded
 
     def common(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return one block of ``nbytes`` bytes that all ranks share, or private memory if sharing fails. Collective."""
+        """Allocate one block of ``nbytes`` bytes that all ranks share, or private blocks if that fails. Collective."""
         # Rank 0 allocates the bytes; the other ranks contribute an empty block and map the block of rank 0.
         rank = comm.rank if not self.is_shared else 0
         block = comm.shared(nbytes if comm.rank == rank else 0)
@@ -100,7 +100,7 @@ class NodeMemory:
         return any(first <= address and address + nbytes <= first + size for first, size in self._common)
 
     def region(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` bytes of this rank that all ranks can access, or private memory. Collective."""
+        """Allocate ``nbytes`` bytes per rank that all ranks can access, or private bytes if that fails. Collective."""
         block = comm.shared(nbytes)
         local_bytes = block.views[self._rank]
         if block.is_shared:
@@ -116,11 +116,10 @@ class NodeMemory:
     ) -> bool:
         """Run one collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode``: reduce-scatter, all-gather or both. ``ranges``: element range of each rank, or None for an even split.
-        ``target``: address of the result, or 0 for ``buffer``.
+        ``scale``: factor of the result. ``mode``: REDUCE (reduce-scatter), GATHER (all-gather) or both (allreduce), and
+        ELSEWHERE if all ranks share one result array. ``ranges``: element range of each rank, or None for an even
+        split. ``target``: address of the result, or 0 for ``buffer``.
         """
-        # ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce); ELSEWHERE: all ranks share one
-        # result array. ``ranges`` None: an even split. ``target``: address of the result, or 0 for ``buffer``.
         if self._given_up is not None:
             raise CommunicationError(
                 "an earlier collective in this shared memory was aborted, so the ranks may be at different calls; end "
@@ -170,7 +169,7 @@ class NodeMemory:
         return plan
 
     def records(self) -> list[str]:
-        """Return a description of each rank's current collective: a list of texts, for error messages. Local."""
+        """Return a list with a description of each rank's current collective, for error messages. Local."""
         parity = int(self._state[protocol.CALL]) % 2
         begin = protocol.RECORDS + parity * protocol.RECORD_WORDS
         return [
@@ -225,7 +224,7 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
 def allreduce_into(
     comm: Communicator, buffer: np.ndarray, result: np.ndarray, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce ``buffer`` into ``result``, from `allocate_common`. All ranks have read the last result. Collective."""
+    """Reduce ``buffer`` into an `allocate_common` array, ``result``, whose old data all ranks have read. Collective."""
     # For p ranks and n bytes, this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes.
     check_buffer(buffer)
     check_buffer(result)
@@ -244,7 +243,7 @@ def allreduce_into(
     address = result.ctypes.data
     if not memory.is_common(address, result.nbytes):
         raise UsageError(
-            "the argument result must be an array from node_shared.allocate_common(comm, ...), got another array"
+            "the argument result must be an array from shared_memory.allocate_common(comm, ...), got another array"
         )
     _carry_out(comm, memory, buffer, op, scale, None, protocol.REDUCE | protocol.ELSEWHERE, address)
 
@@ -252,7 +251,7 @@ def allreduce_into(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
 ) -> None:
-    """Reduce ``buffer``, in place or into ``result``, on one node. Rank r gets the range ``ranges[r]``. Collective."""
+    """Reduce ``buffer``, in place or into ``result``, on one node. Rank r gets only ``ranges[r]``. Collective."""
     check_buffer(buffer)
     check_op(op)
     check_ranges(comm, buffer, ranges)
@@ -268,7 +267,7 @@ def reduce_scatter(
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    """Fill ``buffer``: each rank contributes ``buffer[ranges[rank]]``. Collective over ``comm``, on one node."""
+    """All-gather ``buffer`` on one node. Rank r contributes ``buffer[ranges[r]]``. Collective over ``comm``."""
     check_buffer(buffer)
     check_ranges(comm, buffer, ranges)
     if comm.size > 1:
@@ -279,7 +278,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 
 
 def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return ``size`` zeroed elements, shared by the ranks of a node, or private if sharing fails. Collective."""
+    """Allocate ``size`` zeroed elements per rank, in memory that a node's ranks share if possible. Collective."""
     # Collectives over ``comm`` or ``comm.nodes().intra`` need no extra copy of this memory.
     nodes = comm.nodes()
     on = comm if nodes.count == 1 else nodes.intra
@@ -308,7 +307,7 @@ def is_available(comm: Communicator) -> bool:
 
 
 def release(comm: Communicator) -> None:
-    """Free the memory shared for ``comm``, including arrays from `allocate`. Collective over ``comm``."""
+    """Free the shared memory of ``comm``, including arrays from `allocate`. Collective over ``comm``."""
     for owner in (comm, _inside.pop(comm, None)):
         memory = None if owner is None else _memory.pop(owner, None)
         if memory is not None:
@@ -331,8 +330,8 @@ def _shared_memory_of(comm: Communicator) -> NodeMemory:
     memory = _memory.get(comm) or _memory_of(comm)
     if not memory.is_shared:
         raise MissingCapabilityError(
-            f"the {comm.size} ranks of {comm.name} cannot share memory (neither an anonymous mapping nor an MPI "
-            "window: see the free memory, /dev/shm and the containers' process namespaces); choose another "
+            f"the {comm.size} ranks of {comm.name} cannot share memory, neither by an anonymous mapping nor by an MPI "
+            "window; check the free memory, /dev/shm and the containers' process namespaces, or choose another "
             "communication.algorithm than node_shared"
         )
     return memory
@@ -356,6 +355,6 @@ def _carry_out(
     if not memory.run(buffer, op, float(scale), mode, ranges, target):
         records = memory.records()
         raise CommunicationError(
-            f"the ranks of {comm.name} brought different buffers: "
+            f"the ranks of {comm.name} made different calls; make the same call on every rank: "
             + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(records))
         )

@@ -20,7 +20,7 @@ NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or
 
 
 def check_local_ranks(table: RankTable) -> Check:
-    """Check that launcher and Slurm number each node's local ranks from 0 to n - 1. ``table``: facts of all ranks."""
+    """Check that launcher and Slurm number the n ranks of each node from 0 to n - 1. ``table``: facts of all ranks."""
     name = "local ranks"
     lints = (
         Lint(
@@ -100,7 +100,7 @@ def _sharing(rows: list[RankRow]) -> str:
 def check_cores(table: RankTable, scheduler: str = "") -> Check:
     """Check that the ranks have disjoint cores, and as many as requested. ``table``: facts of all ranks.
 
-    ``scheduler``: name of the scheduler, or "".
+    ``scheduler``: name of the scheduler, or "" if there is no scheduler.
     """
     name = "cores"
     of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}

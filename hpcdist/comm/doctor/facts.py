@@ -37,7 +37,7 @@ _PLUGINS_LIMIT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPUs that a rank sees, and the GPU that it chose."""
+    """The GPUs that a rank sees, and the GPU that the rank chose."""
 
     visible: str | None
     count: int
@@ -72,7 +72,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Resources that the job requested from its scheduler: tasks, nodes and GPUs. None: unknown."""
+    """Resources that the job requested from its scheduler: tasks, nodes and GPUs. None means unknown."""
 
     scheduler: str  # "" without a scheduler
     tasks: int | None = None
@@ -97,7 +97,7 @@ class RankFacts:
 def rank_facts(
     launch: LaunchEnvironment | None, gpu: GpuFacts, environment: Mapping[str, str] = os.environ
 ) -> RankFacts:
-    """Return this rank's `RankFacts`. ``launch``: the launcher's variables. ``gpu``: result of `gpu_facts`."""
+    """Return this rank's `RankFacts`. ``launch``: values that the launcher announced. ``gpu``: see `gpu_facts`."""
     is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)
     return RankFacts(
         host=socket.gethostname().split(".")[0],
@@ -112,7 +112,7 @@ def rank_facts(
 
 
 def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
-    """Choose this rank's GPU, unless ``kind`` is "cpu", and return its facts. Call this before MPI starts.
+    """Choose this rank's GPU, unless ``kind`` is "cpu", and return `GpuFacts`. Call this before MPI starts.
 
     ``launch``: local rank and world size announced by the launcher, or None.
     """
@@ -131,7 +131,7 @@ def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[
 
 
 def node_facts(library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ) -> NodeFacts:
-    """Return this node's hardware, software, environment variables and ``volumes``. ``library``: version of MPI."""
+    """Return this node's `NodeFacts` with directories ``volumes``. ``library``: version string of the MPI library."""
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
     settings = {
@@ -212,7 +212,7 @@ def scheduler_request(
 
 
 def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the PMI plugins of srun, as `srun --mpi=list` prints them, or "" without srun."""
+    """Return the PMI plugins of srun as text: the names that `srun --mpi=list` prints, or "" without srun."""
     srun = shutil.which("srun", path=environment.get("PATH"))
     if srun is None:
         return ""

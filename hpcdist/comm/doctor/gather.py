@@ -53,7 +53,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Start the timer of the stage ``what``, its name in errors. ``limit_s`` None: use the default limit."""
+        """Start the timer of a stage. ``what``: name of the stage. ``limit_s``: time limit, or None for the default."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"
@@ -77,9 +77,9 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Test messages, clocks and the run ``directory``. Return all ranks' results on rank 0, else None. Collective.
+    """Check messages, clocks and the run ``directory``. Return all ranks' results on rank 0, else None. Collective.
 
-    ``facts``: this rank's facts. ``describe_node``: returns the node's facts. ``announce_stage``: prints the progress.
+    ``describe_node``: function that returns the node's facts. ``announce_stage``: function to call before each stage.
     """
     announce_stage("finding out which ranks share a node")
     nodes = comm.nodes()
@@ -108,7 +108,7 @@ def gather(
 
 
 def greet(comm: Communicator, nodes: Nodes, announce_stage: Callable[[str], None]) -> Greeting:
-    """Test messages inside each node, messages between nodes, and an allreduce. Return the results. Collective.
+    """Send test messages inside each node and between nodes, and run an allreduce. Return the results. Collective.
 
     ``announce_stage(name)`` is called before each test.
     """

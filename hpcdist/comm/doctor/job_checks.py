@@ -17,7 +17,7 @@ US: Final = 1e6
 
 @dataclass(frozen=True)
 class Greeting:
-    """Results of a rank's test messages: data correct, and seconds per message and allreduce."""
+    """Results of a rank's test messages: correctness of the data, and median times in seconds."""
 
     arrived: bool  # all data arrived unchanged
     inside_s: float | None  # of a message inside the node; None without such a peer
@@ -53,7 +53,7 @@ class RankTable:
 
     @cached_property
     def machines(self) -> list[NodeFacts]:
-        """The list of facts of the nodes, in node order."""
+        """A list of `NodeFacts`, one per node in node order."""
         machines = [next((row.machine for row in rows if row.machine is not None), None) for rows in self.nodes]
         assert all(machine is not None for machine in machines), "one rank of each node describes it"
         return [machine for machine in machines if machine is not None]
@@ -65,7 +65,7 @@ class RankTable:
         return hosts if len(set(hosts)) == len(hosts) else [f"node{index}" for index in range(len(hosts))]
 
     def by_node(self, texts: Sequence[str]) -> str:
-        """Join ``texts``, one per node, into one text, each with its node names. Equal texts appear once."""
+        """Join ``texts``, one per node, to "NODES: text; NODES: text", or return the text if all are equal."""
         return group_texts(self.labels, texts)
 
 
@@ -79,7 +79,7 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return a `Check` named ``name`` of the first fault that ``lints`` find in ``table``, or None without a fault."""
+    """Return a `Check` named ``name`` for the first lint that finds a fault in ``table``, or None without a fault."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):
@@ -150,7 +150,7 @@ _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is onl
 def check_clocks(table: RankTable, offsets: Sequence[ClockReading]) -> Check:
     """Check that the nodes' clocks agree within `SKEW_S` seconds. ``table``: facts of all ranks.
 
-    ``offsets``: one comparison with rank 0's clock per node.
+    ``offsets``: one `ClockReading` per node, relative to rank 0's clock.
     """
     name = "clocks"
     if len(offsets) < 2:
@@ -173,7 +173,7 @@ def _ahead(offset: ClockReading) -> str:
 
 
 def check_directory(table: RankTable, path: str, failure: str) -> Check:
-    """Check that all nodes see the run directory ``path``. ``failure``: error of rank 0 in writing, or ""."""
+    """Check that all nodes see the run directory ``path``. ``failure``: error when rank 0 wrote there, or ""."""
     name, count = RUN_DIRECTORY, len(table.nodes)
     if failure:
         return Check(name, FAIL, f"{path}: {failure}", "choose another --out, which this user may write, or free space")
@@ -234,7 +234,7 @@ def check_software(table: RankTable) -> Check:
 
 
 def check_processors(table: RankTable) -> Check:
-    """Check that all nodes have the same processor model, as rounding may differ. ``table``: facts of all ranks."""
+    """Check that all nodes have equal processors, because rounding may depend on them. ``table``: all ranks' facts."""
     texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
     if len(set(texts)) == 1:
         return Check("processors", OK, texts[0])
@@ -243,7 +243,7 @@ def check_processors(table: RankTable) -> Check:
 
 
 def check_settings(table: RankTable) -> Check:
-    """Return a `Check` of whether the environment variables of hpcdist are equal on all nodes. ``table``: all ranks."""
+    """Check that the environment variables of hpcdist are equal on all nodes. ``table``: facts of all ranks."""
     by_node = [machine.settings for machine in table.machines]
     names = sorted({name for settings in by_node for name in settings})
     differing = [name for name in names if len({settings.get(name) for settings in by_node}) > 1]

@@ -33,7 +33,7 @@ WITHOUT_THREADS: Final = (
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check in the report."""
+    """Result of one check: a row in the report of `hpcdist doctor`."""
 
     name: str
     status: str
@@ -83,7 +83,7 @@ def load_library() -> MpiLibrary:
 
 
 def recognise_library(text: str) -> tuple[str, str]:
-    """Return the MPI vendor and version in ``text``, the result of MPI_Get_library_version."""
+    """Return (vendor, version) from ``text``, the result of MPI_Get_library_version, or ("unknown", "")."""
     words = text.replace(",", " ").split()
     for start, vendor in (("Open MPI", mpirun.OPEN_MPI), ("Intel(R) MPI", mpirun.INTEL_MPI), ("MPICH", mpirun.MPICH)):
         if text.startswith(start):
@@ -92,7 +92,7 @@ def recognise_library(text: str) -> tuple[str, str]:
 
 
 def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Check the MPI library and the launcher, and that both belong to the same MPI."""
+    """Check the MPI library and the launcher, and that both belong to the same MPI. Return a list of results."""
     checks: list[Check] = []
     loaded = started = None
     try:
@@ -116,7 +116,7 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
 
 
 def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
-    """Check that launcher ``started`` and library ``loaded`` belong to one MPI. If not, each rank runs alone."""
+    """Check that launcher ``started`` and library ``loaded`` belong to one MPI. Otherwise each rank runs alone."""
     pairing = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
     compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # they share a binary interface and a process manager
     if "unknown" in (loaded.vendor, started.vendor):

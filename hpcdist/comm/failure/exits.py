@@ -36,7 +36,7 @@ MEMORY_CURE: Final = (
 
 
 def at_exit(function: Callable[..., object], *arguments: object) -> None:
-    """Register ``function(*arguments)`` for the normal end of this process. Forked children do not call it. Local."""
+    """Call ``function(*arguments)`` at the normal end of this process, but not of a forked child. Local."""
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 
@@ -50,7 +50,7 @@ def before_finalize(function: Callable[[], object]) -> None:
 
 
 def settle() -> None:
-    """Call all functions registered by `before_finalize`, because MPI_Finalize follows. Local."""
+    """Call all functions registered by `before_finalize`. Use this before MPI_Finalize. Local."""
     for function in _settles:
         function()
 
@@ -61,7 +61,7 @@ def _call_in(pid: int, function: Callable[..., object], *arguments: object) -> N
 
 
 def error_lines(error: BaseException) -> list[str]:
-    """Return the lines to print for ``error``: only the message of a user error, else the traceback."""
+    """Return a list of texts to print for ``error``: only the message of a user error, else the traceback."""
     if isinstance(error, USER_ERRORS):
         return [f"{type(error).__name__}: {error}"]
     if isinstance(error, MemoryError):
@@ -108,7 +108,7 @@ class Exit(SystemExit):
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. Calls ``at_end`` if the interpreter reads it to end the process."""
+        """The argument of `sys.exit`. If the interpreter reads this property to end the process, call ``at_end``."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)
@@ -130,7 +130,7 @@ for _name in ("__module__", "__qualname__", "__name__"):  # tracebacks print the
 
 
 def exit_function(at_end: Callable[[Exit], None]) -> Callable[..., NoReturn]:
-    """Return a function to replace `sys.exit`. It raises `Exit`, and ``at_end`` is called if no code catches it."""
+    """Return a function to replace `sys.exit`. It raises `Exit`, and ``at_end`` is called if no code catches `Exit`."""
 
     def exit(status: Any = None, /) -> NoReturn:  # noqa: A001 (as tracebacks show it)
         error = Exit(*status) if isinstance(status, tuple) else Exit() if status is None else Exit(status)

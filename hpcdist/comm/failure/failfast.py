@@ -65,7 +65,7 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
 def install(abort: Callable[[int], None], rank: int, set_title: Callable[[str], None] | None = None) -> None:
-    """From now on, report any uncaught exception as rank ``rank``, and end the job by ``abort(exit code)``. Local.
+    """Make uncaught exceptions print a report of rank ``rank``, and end the job by ``abort(exit code)``. Local.
 
     ``set_title``: function that sets the title of MPI's abort message, or None.
     """
@@ -128,7 +128,7 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Let failing ranks compare errors by ``all_agree(text)``, and leave MPI by ``withdraw()`` if all agree. Local."""
+    """Let failing ranks compare their errors by ``all_agree(text)``. If all are equal, ``withdraw()`` leaves MPI."""
     assert _installed is not None, "install comes first"
     # `all_agree` is collective. If all ranks agree, only rank 0 prints the error.
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
@@ -141,7 +141,7 @@ def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """Start a timer that ends the job after ``limit_s`` seconds. A later call replaces it; None cancels it. Local."""
+    """Start a timer that ends the job after ``limit_s`` seconds. Cancel the previous timer. None: start no timer."""
     if _installed is None:
         return
     if _installed.limit is not None:
@@ -155,11 +155,11 @@ def set_recovery_limit(limit_s: float | None) -> None:
 
 def _recovery_timed_out(limit_s: float) -> None:
     faulthandler.dump_traceback(STDERR, all_threads=True)
-    fail(DeadlineError(f"a rank died, and the others did not go on within {limit_s:g} s; start the job again"))
+    fail(DeadlineError(f"a rank died, and the others did not continue within {limit_s:g} s; start the job again"))
 
 
 def attach(recorder: "Recorder") -> None:
-    """Let this module record in ``recorder`` how the process ends, as "raised" or "finished". Local."""
+    """Record the end of this process in ``recorder``, as a note of type "raised" or "finished". Local."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
     atexit.register(note_end)  # runs before MPI_Finalize, which may wait for other ranks
@@ -184,7 +184,7 @@ def note_end() -> None:
 
 
 def guarded(main: Callable[[], int | None]) -> int:
-    """Call ``main()`` and return its exit code. After `install`, an uncaught error in it ends the job. Local."""
+    """Call ``main()`` and return its exit code. After `install`, an uncaught error in ``main`` ends the job. Local."""
     try:
         code = main() or 0
         if code and _installed is not None:
@@ -264,9 +264,9 @@ def agreed_exit(code: int) -> NoReturn:
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
-    """Report ``error``, and end the job with its exit code. ``thread``: name of the failed thread, None: main. Local.
+    """Report ``error``, and end the job with the exit code of ``error``. Local.
 
-    ``headline``: first line of the report, or "" for the default.
+    ``thread``: failed thread, or None for the main thread. ``headline``: first line of the report, or "" for a default.
     """
     assert _installed is not None, "install comes first"
     state = _installed

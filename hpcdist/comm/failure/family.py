@@ -74,7 +74,7 @@ class CommunicatorFamily(ABC):
         self.caches.clear()
 
     def observe_like(self, other: "CommunicatorFamily") -> None:
-        """Share the event sink of the communicator ``other``, and copy its `checked`. Local."""
+        """Use the event sink and the value of `checked` of the communicator ``other``. Local."""
         self._sink_cell = other._sink_cell
         self.checked = other.checked
 
@@ -110,7 +110,7 @@ class CommunicatorFamily(ABC):
         self._revoke()
 
     def agree(self, flag: bool) -> bool:
-        """Return True if ``flag`` is True on all survivors, also after `revoke`. Collective over the survivors."""
+        """Return True if ``flag`` is True on all survivors. Works after `revoke`. Collective over the survivors."""
         self._check_survivable("agree")
         return self._recorded("agree", self._agree, flag)
 
@@ -123,13 +123,13 @@ class CommunicatorFamily(ABC):
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
         """Start ``count`` Python processes with these ``arguments`` and ``environment``. Collective.
 
-        Return a communicator of the old and the new ranks. ``label``: text for its name.
+        Return a communicator of the old and the new ranks. ``label``: text for the communicator's name.
         """
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 
     def abandon(self) -> None:
-        """Free a revoked communicator and its derived communicators, ignoring MPI errors. Local."""
+        """Free this revoked communicator and its derived communicators. MPI errors are ignored. Local."""
         to_free = {*self._take_descendants(), *self._revoked, self}
         self._revoked.clear()
         for communicator in to_free:
@@ -152,7 +152,7 @@ class CommunicatorFamily(ABC):
     def _revoke(self) -> None: ...
     @abstractmethod
     def failed(self) -> tuple[int, ...]:
-        """Return the failed ranks that this rank has detected, ascending. Local; may differ between ranks."""
+        """Return the failed ranks, in ascending order, that this rank has detected. Other ranks may differ. Local."""
 
     @abstractmethod
     def _agree(self, flag: bool) -> bool: ...

@@ -23,7 +23,7 @@ _UNUSED_TAG: Final = LARGEST_TAG - 1  # a tag without messages
 def is_rank_failure(
     error: BaseException, comm: Communicator | None = None, patience_s: float = DETECTION_PATIENCE_S
 ) -> bool:
-    """Return True if a rank failure caused ``error``. Waits ``patience_s`` seconds for the detection of dead ranks."""
+    """Return True if a rank failure caused ``error``. Waits up to ``patience_s`` seconds for MPI to report it."""
     # KeyboardInterrupt never counts.
     if not isinstance(error, Exception):
         return False

@@ -69,7 +69,7 @@ class Watchdog:
         self._factor = 1.0
 
     def limit(self, comm: str, deadline_s: float) -> None:
-        """Set another deadline in seconds for communicator ``comm`` (a name) and its derived communicators. Local."""
+        """Set a separate deadline for the communicator named ``comm`` and its derived communicators. Local."""
         self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old dictionary
         self._interval_s = min(self._interval_s, deadline_s / 10)
 

@@ -49,7 +49,7 @@ class CoreBinding:
 
 
 def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the ranks per node of a job of ``ranks`` ranks: ``requested``, else from Slurm, or None if unknown."""
+    """Return the ranks per node: ``requested``, else from Slurm, or None if unknown. ``ranks``: ranks of the job."""
     if requested is not None:
         return requested
     tasks = expand_repeated(environment.get("SLURM_TASKS_PER_NODE", ""))
@@ -67,7 +67,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return {name: value} of environment variables with which mpirun's internal srun may use all CPUs of the job."""
+    """Return environment variables {name: value} that let mpirun's internal srun use all CPUs of the job."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -80,7 +80,7 @@ def bind_ranks(
     *,
     apart: bool = True,  # no rank may get cores of two sockets
 ) -> CoreBinding:
-    """Return the binding of ``per_node`` ranks to ``requested`` cores of ``node`` each (None: as many as possible)."""
+    """Return the binding of ``per_node`` ranks on ``node``. ``requested``: cores per rank, or None for the maximum."""
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
     job_cpus = _job_cpus(environment)
@@ -181,7 +181,7 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return a tuple of the hardware threads of each core that has several. ``system``: sysfs directory of CPUs."""
+    """Return one tuple of hardware threads for each core with at least two. ``system``: sysfs directory of CPUs."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 

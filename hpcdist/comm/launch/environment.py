@@ -26,7 +26,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the running kernel's boot id, which is equal for all processes of the machine, or the host name. Local."""
+    """Return the kernel's boot id (equal for all processes of the machine), or else the host name. Local."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -72,7 +72,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment with which process ``pid`` was started, or {} if it has ended or is another user's."""
+    """Return the start environment of process ``pid``, or {} if the process has ended or is another user's."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -105,7 +105,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Return the command that starts Python on the ranks, as a list of words. ``python``: the user's text, or None."""
+    """Return the command words that start Python on the ranks. ``python``: command line, or None for this Python."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; give the Python command of the ranks, e.g. --python /local/env/bin/python")
@@ -120,7 +120,7 @@ def source_folder() -> str | None:
 
 
 def python_path_variables() -> dict[str, str]:
-    """Return the environment variables with which ranks import the same hpcdist as this process."""
+    """Return environment variables {name: value} that make ranks import the same hpcdist as this process."""
     home, rest = source_folder(), os.environ.get("PYTHONPATH")
     if home is None:
         return {}
@@ -158,7 +158,7 @@ _VARIABLES = (
 
 
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """Return the world size and rank that the launcher announced, or None. Raises ConfigurationError."""
+    """Return the launcher's `LaunchEnvironment`, or None without a launcher. Raises ConfigurationError."""
     announced = []
     for launcher, size, rank, local_rank in _VARIABLES:
         if launcher == "Slurm srun" and not inside_srun(environment):
@@ -207,7 +207,7 @@ def inside_srun(environment: Mapping[str, str]) -> bool:
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the value of the variable ``name`` as an integer, or None if it is not an integer >= 0."""
+    """Return the variable ``name`` as an integer, or None if it is unset or not an integer >= 0."""
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None
 
@@ -244,7 +244,7 @@ def listening(pid: int | str = "self") -> dict[int, str]:
 
 
 def rank_listeners() -> list[str]:
-    """Return the addresses on which this process listens, without sockets inherited from the launcher. Local."""
+    """Return a list of the TCP addresses on which this process listens, except the launcher's sockets. Local."""
     inherited = set(listening(os.getppid()).values())
     return [address for address in listening().values() if address not in inherited]
 
@@ -291,7 +291,7 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, began: int) -> bool:
-    """Return True if process ``pid`` has surely ended. ``began``: its start time by `start_ticks`. Local."""
+    """Return True if the process ``pid`` with start time ``began`` (see `start_ticks`) has surely ended. Local."""
     try:
         return process_state(pid)[1] != began
     except OSError:

@@ -68,7 +68,7 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def announce_segments() -> None:
-    """List this process's MPI files in /dev/shm for `hpcdist run`, which removes them after a kill. Local."""
+    """Write a list of this process's MPI files in /dev/shm. After a kill, `hpcdist run` removes these files. Local."""
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         with suppress(OSError):  # on another host the directory does not exist
@@ -83,7 +83,7 @@ def is_segment(path: Path) -> bool:
 
 
 def remove_segments(launch_dir: Path) -> None:
-    """Remove the shared-memory files that ranks have listed in ``launch_dir``. A killed launcher leaves them."""
+    """Remove the shared-memory files that ranks have listed in ``launch_dir`` and that a killed launcher left."""
     for path in launch_dir.glob(f"{SEGMENTS}*"):
         with suppress(OSError, ValueError):
             for segment in map(Path, path.read_text().splitlines()):
@@ -93,7 +93,7 @@ def remove_segments(launch_dir: Path) -> None:
 
 
 def leave_at_signals() -> None:
-    """Exit at a stop signal with its code in `STOP_CODES`, until `disable_leave_at_signals`. Main thread only."""
+    """Let stop signals end the process, with the exit code that `STOP_CODES` has for the signal. Main thread only."""
     global _starting
     _starting = True
     for number in STOP_CODES:
@@ -136,11 +136,11 @@ class ImmediateExit:
         return self._pipe is not None
 
     def before(self, callback: Callable[[], object]) -> None:
-        """Register ``callback`` to be called before the exit, e.g. to close files. Its exceptions are ignored."""
+        """Register ``callback`` to be called before the exit, e.g. to close files. Errors in it are ignored."""
         self._callbacks.append(callback)
 
     def switch(self, on: bool) -> None:
-        """Set whether the first stop signal ends the process (``on``). The first call must be in the main thread."""
+        """Let the first stop signal end the process if ``on`` is True. The first call must be in the main thread."""
         if on and self._pipe is None:
             self._start()
         if on is not self.on:
@@ -222,7 +222,7 @@ def read_announcements(folder: Path) -> tuple[str, str]:
 
 
 def resume_command(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
-    """Return the hpcdist ``command`` with `--resume auto`, and with `--out` ``run_dir`` unless it already has --out."""
+    """Return the hpcdist ``command`` with `--resume auto`, and with `--out` ``run_dir`` if ``command`` has no --out."""
     # `script`: the command is `hpcdist run`, not `hpcdist train`.
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)

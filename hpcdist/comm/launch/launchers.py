@@ -132,7 +132,7 @@ def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> Launch
 
 
 def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environment`` with which srun can be started again in the same Slurm job."""
+    """Return a copy of ``environment``, changed so that srun can start again in the same Slurm job."""
     kept = {name: value for name, value in environment.items() if name not in _MEMORY}
     # The new step may share cores and memory with the old step: after a node crash, the old step keeps both until Slurm
     # declares the node down.
@@ -173,11 +173,11 @@ class Starter:
         return [word.format_map(fields) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return environment variables for the launcher with the user's ``options``. ``folder``: for session files."""
+        """Return {name: value} of launcher variables. ``folder``: for session files. ``options``: from the user."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
-        """Return options to use nodes ``left``, not ``lost``. Raises MissingCapabilityError if there are none."""
+        """Return launcher options to use nodes ``left``, not ``lost``. Raises MissingCapabilityError if impossible."""
         if not self.kind.without:
             raise MissingCapabilityError(
                 f"the nodes {', '.join(lost)} of the job have failed, and the launcher {self.kind.name} cannot exclude "
@@ -246,7 +246,7 @@ class MpirunStarter(Starter):
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
-    """Return a `Starter` of launcher ``kind``. Raises UsageError if it does not support ``layout`` or ``survive``."""
+    """Return a `Starter`. Raises UsageError if launcher ``kind`` does not support ``layout`` or ``survive``."""
     _refuse(kind, layout, survive)
     if kind is MPIRUN:
         return _mpirun(mpirun.find(environment), layout, survive is not None, environment)

@@ -101,7 +101,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Launcher:
 
 
 def candidates(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return a list of the paths of every mpirun and mpiexec next to this Python and on PATH, the preferred first."""
+    """Return the paths of all mpirun and mpiexec next to this Python and on PATH, as a list in order of preference."""
     folders = [str(Path(sys.executable).parent), *environment.get("PATH", "").split(os.pathsep)]
     paths = [shutil.which(name, path=folder) for folder in folders if folder for name in NAMES]
     return list(dict.fromkeys(Path(path) for path in paths if path))
@@ -129,7 +129,7 @@ def _output(program: Path, option: str) -> str:
 
 
 def recognise(text: str) -> tuple[str, str]:
-    """Return the vendor and version in ``text``: output of ``mpirun --version`` or an MPI library's version string."""
+    """Return (vendor, version) from ``text``: output of `mpirun --version`, or an MPI library's version string."""
     for pattern, vendor in _VENDORS:
         match = pattern.search(text)
         if match:

@@ -49,7 +49,7 @@ def repeat(
 ) -> int:
     """Run a job by ``start(number)``, and restart it up to ``max_restarts`` times after failures. Return the exit code.
 
-    ``checkpoints()``: checkpoints found, newest first. ``pause(seconds)``: waits. ``say``, ``give_up``: print a text.
+    ``checkpoints()`` returns the checkpoints, newest first. ``say`` and ``give_up`` print a text.
     """
     # No restart after two starts in a row without a new checkpoint. The exit code is 75 if too few nodes are left.
     # `pause` returns the stop signal that ended the wait, or None.

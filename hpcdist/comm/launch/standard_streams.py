@@ -58,7 +58,7 @@ _descriptors: dict[str, _Descriptor] = {}
 
 
 def protect() -> None:
-    """Make writes to stderr never fail: data is dropped instead. Open descriptors 0 to 2 if they are closed. Local."""
+    """Drop data that cannot be written to stderr, without an error. Open descriptors 0 to 2 if they are closed."""
     closed = _open_closed()
     for name, number in _NUMBERS.items():
         stream = getattr(sys, name)

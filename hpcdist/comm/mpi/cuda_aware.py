@@ -150,7 +150,7 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the operations that accept GPU pointers, or None if another rank of this node tests them. Local."""
+    """Return the support of GPU pointers in MPI, or None if another rank of this node tests this. Local."""
     answer = requested_answer(environment)
     if answer == "yes":
         return DevicePointerSupport(frozenset(OPERATIONS), f"{VARIABLE}=yes")
@@ -165,7 +165,7 @@ def detect(
 
 
 def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePointerSupport:
-    """Return the operations that accept GPU pointers on all nodes. ``verdict``: result of `detect`. Collective."""
+    """Return the support of GPU pointers that all nodes have. ``verdict``: result of `detect`. Collective."""
     verdicts = [support for support in comm.allgather_object(verdict) if support is not None]
     operations = frozenset.intersection(*(support.operations for support in verdicts)) if verdicts else frozenset()
     # The reason of the most restrictive answer.
@@ -180,7 +180,7 @@ def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePoi
 def probe_cached(
     environment: Mapping[str, str] = os.environ, renewed: bool = False, run: Run | None = None
 ) -> DevicePointerSupport:
-    """Return the MPI operations that accept pointers to this GPU, from the cache unless ``renewed``. Local."""
+    """Return the support of GPU pointers in MPI, from the cache or by `probe`. ``renewed``: ignore the cache. Local."""
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
     clean = stripped(environment)

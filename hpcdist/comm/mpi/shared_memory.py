@@ -114,7 +114,7 @@ class WindowBlock:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
-    """Return ``nbytes`` zeroed bytes of this rank that all ranks of ``comm`` share, or private memory. Collective."""
+    """Allocate ``nbytes`` zeroed bytes per rank that all ranks of ``comm`` share, or private memory. Collective."""
     sizes = ulfm.allgather_objects(mpi, comm, nbytes)
     members = Members(mpi, comm)
     mapping = _map(comm, sizes) if members.see_each_other else None
@@ -131,7 +131,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return a `MemoryBlock` of ``sizes[rank]`` bytes, without shared memory. ``members``: all processes. Local."""
+    """Return a private `MemoryBlock` of ``sizes[rank]`` bytes. ``members``: detector of failed ranks. Local."""
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)
 
@@ -184,7 +184,7 @@ def _populated(descriptor: int, start: int, size: int, total: int) -> mmap.mmap:
 
 
 def available_bytes() -> float:
-    """Return the bytes that this process may still allocate, by the limits of machine and control group. Local."""
+    """Return the number of bytes that machine and control group still allow this process to allocate. Local."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

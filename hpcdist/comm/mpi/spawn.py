@@ -25,7 +25,7 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", *THREAD_VARIABLES, "NUMBA_")
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Name, host and settings of a rank, which all ranks exchange when new ranks have joined."""
+    """Host of a rank, and its communicator's name and settings. All ranks exchange these after new ranks joined."""
 
     host: str
     name: str = ""
@@ -35,9 +35,9 @@ class SpawnMember:
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` Python processes, which call `join_parent`. Return the communicator of all ranks. Collective.
+    """Start ``count`` Python processes. Return the communicator of the old and the new ranks. Collective.
 
-    ``arguments``: Python command line. ``label``: name of the new communicator.
+    ``arguments``: Python command line, whose program must call `join_parent`. ``label``: name of the new communicator.
     """
     assert isinstance(comm, Communicator)
     if count < 1:
@@ -89,7 +89,7 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
 
 
 def sleep_until_message(comm: Communicator, every_s: float) -> Message:
-    """Poll every ``every_s`` seconds until a message arrives. Return its handle, whose `recv` receives it. Local."""
+    """Poll every ``every_s`` seconds until a message arrives. Return a `Message` to receive its data. Local."""
     failfast.set_recovery_limit(None)
     while (message := comm.poll()) is None:
         time.sleep(every_s)

@@ -34,7 +34,7 @@ def is_enabled(mpi: Any) -> bool:
 
 
 def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
-    """Return the ranks of ``comm`` that this rank knows to have failed, ascending. Local."""
+    """Return an ascending tuple of the failed ranks of ``comm`` that this rank has detected. Local."""
     # Get_failed returns a group, whose ranks differ from the ranks of the communicator.
     dead, members = comm.Get_failed(), comm.Get_group()
     ranks = mpi.Group.Translate_ranks(dead, range(dead.Get_size()), members)
@@ -44,7 +44,7 @@ def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def is_revoked(mpi: Any, comm: Any) -> bool:
-    """Return True if the mpi4py communicator ``comm`` was revoked or freed. Collectives must not use it. Local."""
+    """Return True if the mpi4py communicator ``comm`` was revoked or freed, so that collectives must not use it."""
     return not comm or (is_enabled(mpi) and bool(comm.Is_revoked()))
 
 
@@ -84,7 +84,7 @@ def shrink(mpi: Any, comm: Any) -> Any:
 
 
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Start ``count`` Python processes, which call `join_parent`. Return a communicator of all ranks. Collective."""
+    """Start ``count`` Python processes that call `join_parent`. Return the communicator of all ranks. Collective."""
     # Pass variables by the command `env`, because daemons on other hosts have another environment, and a value of
     # MPI_Info holds a few hundred characters at most.
     variables = [f"{name}={value}" for name, value in environment.items()]

@@ -59,7 +59,7 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """This rank's index among the ranks of its node, from 0. It selects the rank's GPU."""
+        """This rank's index among the ranks of its node, from 0. This index also selects the rank's GPU."""
         return self._session.place.local_rank
 
     @property
@@ -134,7 +134,7 @@ def init(device: str = "cpu") -> World:
     refuse_worker()
     fail_alike(launched=True)
     if device not in ("cpu", "gpu"):
-        raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
+        raise UsageError(f"device = {device!r} is unknown; choose 'cpu' or 'gpu'")
     if not _worlds:
         world = start_world(device)
         # Records are for `hpcdist hang`.
@@ -152,7 +152,7 @@ def start_world(device: str) -> World:
 
 
 def record(world: World, default_s: float = DEADLINE_S) -> None:
-    """Record operations, each with a deadline of $HPCDIST_DEADLINE_S, by default ``default_s``, seconds. Collective."""
+    """Record all operations, each with a deadline of $HPCDIST_DEADLINE_S seconds or ``default_s``. Collective."""
     if world.size == 1 or failfast.is_recording():
         return
     # The directory of `hpcdist run --out`, or else a temporary directory, which a successful end removes.

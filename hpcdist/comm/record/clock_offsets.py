@@ -71,11 +71,11 @@ class HostClocks:
         self._measured = -math.inf
 
     def due(self, every_s: float = EVERY_S) -> bool:
-        """Return True on rank 0 if `measure` must run again, after ``every_s`` seconds. False on other ranks. Local."""
+        """Return True on rank 0 if the last `measure` is at least ``every_s`` seconds old, else False. Local."""
         return self._is_first and time.monotonic() - self._measured >= every_s
 
     def measure(self, rounds: int = ROUNDS) -> tuple[ClockReading, ...]:
-        """Measure the clock of each host by ``rounds`` round trips. Return the readings on rank 0. Collective."""
+        """Measure host clocks by ``rounds`` round trips. Return a reading per host on rank 0, else (). Collective."""
         self._measured = time.monotonic()
         if self._leaders is None:
             return (ClockReading(0, self._clock(), 0, 0),) if self._is_first else ()
@@ -87,7 +87,7 @@ def measure_offsets(
 ) -> tuple[ClockReading, ...]:
     """Compare each rank's ``clock`` (in ns) with rank 0's. Return one reading per rank on rank 0, else (). Collective.
 
-    ``rounds``: round trips per rank. Above ``flat`` ranks, other ranks relay the comparison.
+    ``rounds``: round trips per rank. With more than ``flat`` ranks, some ranks measure others on behalf of rank 0.
     """
     # The fastest of `rounds` round trips counts. If a rank is measured through a head, both error bounds add up.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1

@@ -27,7 +27,7 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create and map file ``path`` of ``size`` bytes. StorageError names its use ``what`` and the advice ``cure``."""
+    """Create and map file ``path`` of ``size`` bytes. ``what``, ``cure``: subject and advice of the StorageError."""
     try:
         path.unlink(missing_ok=True)  # truncating would raise SIGBUS in a process that still maps the old file
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -140,7 +140,7 @@ class RankRecord:
 
     @property
     def open_events(self) -> tuple[RecordedEvent, ...]:
-        """Operations that have not ended, sorted by start time. An operation may call others, which start later."""
+        """Operations in flight, sorted by start time. An operation precedes the operations that it calls."""
         return tuple(event for event in self.events if event.ended_ns is None)
 
     @property
@@ -252,7 +252,7 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the files of ranks >= ``ranks`` from ``folder``. They are from an earlier job with more ranks. Local."""
+    """Remove the files of ranks >= ``ranks`` from ``folder``, which an earlier job with more ranks left. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
@@ -387,7 +387,7 @@ class Recorder(EventSink):
             NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))
 
     def beat(self, next_ns: int) -> None:
-        """Write a heartbeat. ``next_ns``: time until the next heartbeat, or 0 if it is the last."""
+        """Write a heartbeat. ``next_ns``: time until the next heartbeat, or 0 if no heartbeat follows."""
         self._words[BEAT] = time.monotonic_ns()
         self._words[NEXT_BEAT] = next_ns
 

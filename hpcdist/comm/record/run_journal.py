@@ -52,7 +52,7 @@ _LATEST_S: Final = 1e11  # largest plausible time, in seconds since 1970
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """Entry of a run's journal: its ``time``, its ``event`` such as "start", and other ``values`` by key."""
+    """Entry of a run's journal: the time and the name of an event, such as "start", and other values of the event."""
 
     time: datetime
     event: str
@@ -60,7 +60,7 @@ class JournalEntry:
 
     @property
     def job(self) -> str:
-        """Id of the batch job, or "" for an event of a start."""
+        """Id of the batch job that this entry is about, or "" if the entry is about an execution of the training."""
         return self.text("job")
 
     def text(self, name: str) -> str:
@@ -74,14 +74,14 @@ class JournalEntry:
         return value if type(value) is int else None
 
     def texts(self, name: str) -> list[str]:
-        """Return the strings in this entry's list for the key ``name``, or [] if the value is not a list."""
+        """Return the strings in the list that this entry has for the key ``name``, or [] if the value is not a list."""
         value = self.values.get(name)
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)
 class StartEntry:
-    """One start of a run, from its begin to its end or restart: times, outcome and number of deaths."""
+    """One execution of a run's training: begin, last sign of life, outcome, and number of ranks that died."""
 
     began: float  # in seconds since 1970
     seen: float  # time of the last sign of life, in seconds since 1970
@@ -92,12 +92,12 @@ class StartEntry:
 
     @property
     def seconds(self) -> float:
-        """Time in seconds from the begin of this start to its last sign of life; 0 if the clock was set back."""
+        """Seconds from the begin of this execution to its last sign of life, or 0 if the clock was set back."""
         return max(0.0, self.seen - self.began)
 
 
 class StartRecord:
-    """Writer of this start's events into the journal in ``directory``. The constructor writes `start`. Local."""
+    """Writer of the events of this execution of a run, such as `start`, to the journal in ``directory``. Local."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:
         if launch is None:
@@ -115,12 +115,12 @@ class StartRecord:
 
     @property
     def failures(self) -> int:
-        """Number of earlier starts of the run that failed."""
+        """Number of earlier executions of the run that ended without `finished` or `stopped`."""
         return sum(not start.end for start in self.before)
 
     @property
     def seconds(self) -> float:
-        """Total duration of all starts of the run in seconds, including this start until now."""
+        """Total duration of all executions of the run in seconds, including this execution until now."""
         now = replace(self.current, seen=self._clock())
         return sum(start.seconds for start in (*self.before, now))
 
@@ -130,7 +130,7 @@ class StartRecord:
         return self.seconds / (self.failures + 1)
 
     def alive(self, always: bool = False) -> None:
-        """Record in the journal that the run is alive, at most every `HEARTBEAT_S` seconds. ``always``: in any case."""
+        """Record in the journal that the run is alive. Without ``always``: at most once every `HEARTBEAT_S` seconds."""
         if always or not 0 <= self._clock() - self.current.seen < HEARTBEAT_S:
             self._write(ALIVE)
 
@@ -140,7 +140,7 @@ class StartRecord:
         self._write(DIED, deaths=deaths)
 
     def ended(self, end: str) -> None:
-        """Record that this start ended without failure. ``end``: FINISHED or STOPPED."""
+        """Record in the journal that this execution ended without failure. ``end``: the event, FINISHED or STOPPED."""
         self.current = replace(self.current, end=end)
         self._write(end)
 
@@ -168,13 +168,13 @@ class StartRecord:
 
 
 def append(run_dir: Path, event: str, seconds: float | None = None, **values: Any) -> None:
-    """Append ``event`` at ``seconds`` since 1970 (None: now) to the journal of ``run_dir``. Raises OSError."""
+    """Append ``event`` to the journal in ``run_dir``. ``seconds``: time since 1970, None means now. Raises OSError."""
     now = datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="milliseconds")
     append_line(run_dir / JOURNAL_FILE, {"event": event, "time": now, **values})
 
 
 def append_line(path: Path, values: Mapping[str, Any]) -> None:
-    """Append a line to the file ``path``: the dict ``values`` as JSON. Raises OSError, also if ``path`` is a link."""
+    """Append ``values`` as a line of JSON to the file ``path``. Raises OSError, also if ``path`` is a symlink."""
     line = json.dumps(values, separators=(", ", ": ")) + "\n"
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o666)
@@ -184,13 +184,13 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
             line = "\n" + line
         # A single write, so that lines of concurrent processes do not mix.
         if os.write(fd, line.encode()) != len(line.encode()):
-            raise OSError(0, "the line was written only partially: is the disk full?")
+            raise OSError(0, "only a part of the line was written; check the free space of the disk")
     finally:
         os.close(fd)
 
 
 def read(run_dir: Path) -> list[JournalEntry]:
-    """Return the list of all entries of the journal in ``run_dir``, or [] without a journal. Raises StorageError."""
+    """Return a list of all entries of the journal in ``run_dir``, or [] if no journal exists. Raises StorageError."""
     path = run_dir / JOURNAL_FILE
     try:
         values = [*_old_values(run_dir), *_values(path)]
@@ -216,7 +216,7 @@ def starts(entries: Iterable[JournalEntry]) -> list[StartEntry]:
 
 
 def known_starts(run_dir: Path) -> list[StartEntry]:
-    """Return the list of starts of the run in ``run_dir``, or [] if its journal cannot be read."""
+    """Return the list of `starts` of the run in ``run_dir``, or [] if the run's journal cannot be read."""
     try:
         return starts(read(run_dir))
     except StorageError:

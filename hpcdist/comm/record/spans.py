@@ -44,7 +44,7 @@ def size_bytes(capacity: int) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """A named time interval of a rank, within a training step. Unknown indices are -1."""
+    """Named time interval in which a rank worked on a training step. A step, micro-batch or unit of -1 is unknown."""
 
     phase: str
     name: str
@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Content of one rank's spans file: the time intervals, sorted by end, and data of the rank."""
+    """Content of one rank's spans file: the spans (named time intervals), and the host and the clocks of the rank."""
 
     path: Path
     rank: int
@@ -75,7 +75,7 @@ def read(path: Path) -> RankSpans:
 
 
 def parse(data: bytes, path: Path) -> RankSpans:
-    """Parse ``data``, the content of the spans file ``path``. Raises StorageError for invalid content."""
+    """Parse the content ``data`` of the spans file ``path``. Raises StorageError if ``data`` is invalid."""
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of spans (wrong signature or too short); delete {path}")
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
@@ -124,7 +124,7 @@ class SpanSink:
     ) -> None:
         """Record the time interval ``name`` of phase ``phase``, from ``begin_ns`` to ``end_ns`` on the clock `now_ns`.
 
-        ``step``, ``microbatch``: their numbers. ``unit``: layer index in the model. -1: unknown.
+        ``step``, ``microbatch``, ``unit``: index of the training step, micro-batch and model layer, or -1 if unknown.
         """
 
 
@@ -132,7 +132,7 @@ NULL_SPANS: Final = SpanSink()
 
 
 class Spans(SpanSink):
-    """Span sink that keeps this rank's last ``capacity`` spans in the file ``path``, and new spans for `drain`."""
+    """Span sink that writes this rank's latest ``capacity`` spans to the file ``path``, and collects new spans."""
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = CAPACITY) -> None:
         assert capacity >= 1
@@ -172,7 +172,7 @@ class Spans(SpanSink):
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call: int64 (spans, 3) of phase number, begin and end in ns. Local."""
+        """Return the spans since the last call, except "step", as int64 rows (phase index, begin ns, end ns). Local."""
         # Adjacent spans of the same phase are merged. The oldest spans beyond the capacity are lost.
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)

@@ -16,7 +16,7 @@ from hpcdist.reporting.units import format_bytes
 
 
 class MessageTraffic(EventSink):
-    """Event sink that counts calls of each operation, and sent bytes in total. Passes each event to ``inner``."""
+    """Event sink that counts the calls of each operation and all sent bytes, and calls the event sink ``inner``."""
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
         self.inner = inner
@@ -40,7 +40,7 @@ class MessageTraffic(EventSink):
 
 @contextmanager
 def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
-    """Context manager that counts messages on ``comm`` and its derived communicators. Yields the counter. Local."""
+    """Context manager that yields a counter of the messages on ``comm`` and on its derived communicators. Local."""
     before = comm.events
     traffic = MessageTraffic(before)
     comm.events = traffic
@@ -69,20 +69,20 @@ class OperationTotal(NamedTuple):
 
 
 class BytesMoved(NamedTuple):
-    """Bytes that a rank sent: in messages, through shared memory, and in MPI's collectives (``unknown``)."""
+    """Bytes that a rank sent: in messages, through shared memory, and by MPI's collectives (unknown traffic)."""
 
     messages: float = 0.0  # in messages of this package
     shared: float = 0.0  # read by other ranks of the node in shared memory
     unknown: float = 0.0  # buffers passed to MPI's collectives, which do not report their traffic
 
     def described(self) -> str:
-        """Return a text that lists the bytes by transport. Transports with 0 bytes are left out."""
+        """Return the nonzero byte counts as text, such as "3 MB in messages, 1 MB by the MPI library", or "nothing"."""
         ways = ("in messages", "through shared memory", "by the MPI library")
         parts = [f"{format_bytes(round(nbytes))} {way}" for nbytes, way in zip(self, ways, strict=True) if nbytes]
         return ", ".join(parts) or "nothing"
 
     def since(self, before: "BytesMoved") -> "BytesMoved":
-        """Return the bytes moved since an earlier time. ``before``: the counts of that time."""
+        """Return the bytes that were moved after the earlier counts ``before`` were taken."""
         return BytesMoved(self.messages - before.messages, self.shared - before.shared, self.unknown - before.unknown)
 
 
@@ -110,7 +110,7 @@ class _ThreadTotals:  # only the thread writes its totals
 
 
 class OperationTiming(EventSink):
-    """Event sink that adds up calls, seconds and bytes by operation. Thread-safe."""
+    """Event sink that adds up calls, seconds and bytes by operation, and calls the sink ``inner``. Thread-safe."""
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
         # Non-blocking operations last until they complete. After a failed operation, create a new object.
@@ -177,7 +177,7 @@ class OperationTiming(EventSink):
         return mine
 
     def totals(self) -> Mapping[str, OperationTotal]:
-        """Return {operation: calls, seconds and bytes} since the creation of this object, over all threads. Local."""
+        """Return {operation: `OperationTotal`} since this object was created, summed over all threads. Local."""
         added: dict[str, OperationTotal] = {}
         for mine in self._threads.copy():  # copies, because the threads continue
             for op, kind in mine.kinds.copy().items():
@@ -191,7 +191,7 @@ class OperationTiming(EventSink):
         return sum(mine.sent_bytes for mine in self._threads.copy())
 
     def moved(self) -> BytesMoved:
-        """Return the number of bytes that left this rank since the creation of this object, by transport. Local."""
+        """Return the bytes that this rank has sent since the creation of this object, by transport. Local."""
         threads = self._threads.copy()
         return BytesMoved(self.sent_bytes, sum(mine.shared for mine in threads), sum(mine.unknown for mine in threads))
 

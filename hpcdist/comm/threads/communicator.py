@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class ThreadCommunicator(Communicator):
-    """Communicator of a job whose ranks are threads of this process. Each rank has its own object."""
+    """Communicator whose ranks are threads of this process. Each rank has a separate object."""
 
     def __init__(self, group: ThreadGroup, name: str, rank: int, declared_node: int | None) -> None:
         super().__init__(name, rank, group.size, Handover(device_pointers=False), declared_node)
@@ -51,7 +51,10 @@ class ThreadCommunicator(Communicator):
         while not ready():
             self._detector.check(peer, what)
             if not condition.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
-                raise DeadlineError(f"rank {self.rank}: {what} did not finish within {self._group.deadline_s} s")
+                raise DeadlineError(
+                    f"rank {self.rank}: {what} did not finish within {self._group.deadline_s} s; check that the other "
+                    "ranks make the matching calls"
+                )
 
     def _until(self, ready: Callable[[], bool]) -> None:
         with self._group.changed:
@@ -122,7 +125,10 @@ class ThreadCommunicator(Communicator):
         if self._group.failed:
             raise CommunicationError(f"rank {self.rank}: another rank failed; see the error of the failed rank")
         if time.monotonic() - since > self._group.deadline_s:
-            raise DeadlineError(f"rank {self.rank}: no outstanding request completed within {self._group.deadline_s} s")
+            raise DeadlineError(
+                f"rank {self.rank}: no outstanding request completed within {self._group.deadline_s} s; check that the "
+                "other ranks make the matching calls"
+            )
         time.sleep(1e-4)
 
     def _barrier(self) -> None:
@@ -236,9 +242,9 @@ def run_threads(
     *,
     fault_tolerant: bool = False,  # ranks continue after a `RankDeath`
 ) -> list[Result]:
-    """Call ``function(comm)`` in ``size`` threads, one per rank. Return the list of results, or raise the first error.
+    """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results by rank, or raise the first error.
 
-    ``ranks_per_node``: size of simulated nodes, or None. ``deadline_s``: longest wait in seconds.
+    ``ranks_per_node``: ranks per simulated node, or None for one node. ``deadline_s``: longest wait in seconds.
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size

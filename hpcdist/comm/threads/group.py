@@ -29,7 +29,7 @@ class ThreadMessage:
 
 @dataclass(eq=False)
 class PostedReceive:
-    """A posted receive, and the message that it has matched, or None. Receives match in posting order, as in MPI."""
+    """A posted receive, and the message that matched it or None. Receives match in posting order, as in MPI."""
 
     peer: int
     tag: int
@@ -42,7 +42,7 @@ class PostedReceive:
 
 @dataclass
 class SurvivorAgreement:
-    """An agreement of the surviving ranks: each rank's flag, and the ranks that are alive when it is complete."""
+    """State of one call of `agree` by the survivors: the flag of each rank, and the ranks alive at the decision."""
 
     number: int
     brought: dict[int, bool] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class SurvivorAgreement:
 
 @dataclass
 class ThreadGroup:
-    """State of one communicator that the threads of its ranks share: messages in flight, failures and deadline."""
+    """State of one communicator, shared by the threads of all ranks: messages in flight, failures and deadline."""
 
     members: tuple[int, ...]  # world ranks, in rank order
     deadline_s: float
@@ -74,7 +74,7 @@ class ThreadGroup:
         self.children: dict[str, ThreadGroup] = {}
 
     def child(self, key: str, ranks: Sequence[int]) -> "ThreadGroup":
-        """Return the child group ``key``, of the ``ranks`` of this group. The first caller creates the child."""
+        """Return the child group named ``key``, with the ``ranks`` of this group. The first caller creates it."""
         with self.changed:
             group = self.children.get(key)
             if group is None:
@@ -95,7 +95,7 @@ class ThreadGroup:
             child.abort()
 
     def stop(self) -> None:
-        """Wake every thread that waits in this group, so that it checks for failures."""
+        """Wake every thread that waits in this group, so that the thread checks for failures."""
         for condition in (self.changed, self.met):
             with condition:
                 condition.notify_all()
@@ -113,7 +113,7 @@ class ThreadGroup:
             return list(self.children.values())
 
     def dead_ranks(self) -> list[int]:
-        """Return the ranks of this group that are dead."""
+        """Return a list of the dead ranks of this group."""
         return [rank for rank, member in enumerate(self.members) if member in self.dead]
 
 
@@ -134,19 +134,19 @@ class RankDeath(BaseException):
 
 
 def register_rank(group: ThreadGroup, member: int) -> None:
-    """If this thread raises `RankDeath`, mark the world rank ``member`` of ``group`` as dead. Local."""
+    """Make a later `RankDeath` in this thread mark the world rank ``member`` of ``group`` as dead. Local."""
     _rank_life.end = lambda: group.mark_dead(member)
 
 
 class FailureDetector:
-    """Detector of failed ranks of ``group``, as rank ``rank`` sees it. ``name``: communicator name in errors."""
+    """Detector of failed ranks of ``group``, used by rank ``rank``. ``name``: communicator name for error messages."""
 
     def __init__(self, group: ThreadGroup, rank: int, name: str) -> None:
         self._group, self.rank, self._name = group, rank, name
         self._agreements = 0
 
     def check(self, peer: int | None, what: str) -> None:
-        """Raise an error, which names the operation ``what``, if rank ``peer`` (None or ANY: any) has failed. Local."""
+        """Raise CommunicationError if a rank has failed. Else call `check_deaths` with ``peer`` and ``what``. Local."""
         if self._group.failed:
             raise CommunicationError(
                 f"rank {self.rank}: another rank failed while this rank waited in {what}; see the error of that rank"
@@ -154,9 +154,9 @@ class FailureDetector:
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDiedError if the communicator was revoked, or rank ``peer`` (None or ANY: any rank) is dead.
+        """Raise RankDiedError if the communicator was revoked or rank ``peer`` is dead.
 
-        ``what``: name of the operation, for the error.
+        ``peer``: None or ANY checks all ranks. ``what``: name of the operation, for the error message.
         """
         group = self._group
         if not group.dead and not group.revoked:
@@ -180,7 +180,7 @@ class FailureDetector:
             )
 
     def agree(self, flag: bool) -> SurvivorAgreement:
-        """Wait until every survivor has passed its ``flag``. Return all flags. Collective over the survivors."""
+        """Wait for the ``flag`` of every survivor, and return the complete agreement. Collective over the survivors."""
         group, limit = self._group, time.monotonic() + self._group.deadline_s
         with group.changed:
             agreement = group.agreements.setdefault(self._agreements, SurvivorAgreement(self._agreements))
@@ -211,7 +211,7 @@ class FailureDetector:
 
 
 class CompletedRequest:
-    """A request that is complete from the beginning, for an operation that ends at once."""
+    """A request of an operation that was already complete when the request was created."""
 
     def wait(self) -> None:
         """Return immediately."""
@@ -221,7 +221,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A posted receive into ``message``. ``arrived(posted)`` waits for its message and returns it."""
+    """Request of a receive into the array ``message``. ``arrived(posted)`` must wait for the message and return it."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class ReductionRequest:
-    """An iallreduce of ``size`` ranks in flight. The result is written to ``message``."""
+    """Request of an iallreduce over ``size`` ranks. The result is written to the array ``message``."""
 
     def __init__(
         self,
@@ -317,10 +317,10 @@ class ReductionRequest:
 
 
 def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
-    """Return the reduction of ``parts``, one array per rank, in rank order. All must have the shape of ``message``."""
+    """Reduce ``parts``, one array per rank, in rank order. Each must have the shape and the dtype of ``message``."""
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
         raise CommunicationError(
-            f"the ranks passed different (size, dtype): {[(p.size, str(p.dtype)) for p in parts]}; use equal buffers"
+            f"all ranks must pass the same size and dtype, but they passed {[(p.size, str(p.dtype)) for p in parts]}"
         )
     total: Array = parts[0].copy()
     for part in parts[1:]:

@@ -20,7 +20,7 @@ STEPS, BATCH, CONTEXT = 40, 8, 64
 
 
 class Logits(nn.Module):
-    """Wrapper of a transformers model that takes only tokens and returns logits."""
+    """Wrapper of a transformers model. It takes only tokens, and returns only logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Logits(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of ``logits`` and the next tokens ``targets``."""
+    """Return the mean cross entropy of ``logits`` for ``targets``, the next tokens."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

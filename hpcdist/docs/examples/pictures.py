@@ -30,12 +30,12 @@ class Block(nn.Module):
         self.past = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block output, of shape (samples, outputs, height / stride, width / stride)."""
+        """Return the output channels for ``x``, of shape (samples, outputs, height / stride, width / stride)."""
         return torch.relu(self.body(x) + self.past(x))
 
 
 def pictures(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noisy images of discs and squares, of shape (count, 1, SIZE, SIZE), and their classes 0 and 1."""
+    """Return (noisy images of shape (count, 1, SIZE, SIZE), classes): class 0 is a disc, class 1 is a square."""
     kinds = torch.randint(2, (count,))
     y, x = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     centre = torch.randint(5, SIZE - 5, (2, count, 1, 1))

@@ -37,7 +37,7 @@ def read_word(path: str | Path) -> str:
 
 
 def unreadable_reason(path: str | Path, error: Exception) -> str:
-    """Return an error text about the unreadable file ``path``, with the command that grants the permission."""
+    """Return an error text about the unreadable file ``path``, with a command that lets users read the file."""
     if isinstance(error, PermissionError):
         return f"{path} may be read by root only; ask the site to let users read it (chmod a+r {path})"
     return f"{path} cannot be read: {error}"
@@ -54,7 +54,7 @@ class SensorReadError(Exception):
 
 
 class CounterResetError(SensorReadError):
-    """Error: a counter was reset, so earlier readings no longer compare with it."""
+    """Error: a counter was reset, so new readings cannot be compared with earlier readings."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Take the reading ``value`` at the time ``now_ns`` into account, unless the estimate is final."""
+        """Update the estimate with the reading ``value`` at the time ``now_ns``, unless the estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -221,7 +221,7 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """Energy counter of a GPU in pJ, which integrates the power in mW of the function ``power_mw``."""
+    """Energy counter of a GPU in pJ. It integrates the power in mW that the function ``power_mw`` returns."""
 
     kind = "gpu"
     per_mj = 10**9
@@ -259,5 +259,5 @@ class IntegratedPower:
         return self._twice_pj // 2
 
     def power_mw(self) -> int | None:
-        """Return the power in mW at the last `read`, or None before the first."""
+        """Return the power in mW at the last `read`, or None before the first `read`."""
         return None if self._last is None else self._last[1]

@@ -65,7 +65,7 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open and return this node's energy sources. ``computing``: True if a rank computes on a GPU. Local."""
+    """Open this node's energy sources. ``claims``: its ranks' GPUs. ``computing``: a rank computes on a GPU. Local."""
     sources = NodeSources()
     claims = list(claims)
     # A GPU of several ranks is opened once.
@@ -155,7 +155,7 @@ MODEL_NOTE: Final = (
 
 
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a dict for each energy source of this machine: kind, name, readable, reason, and more for GPUs."""
+    """Return a list with a dict per energy source of this machine: kind, name, readable, reason, and more for GPUs."""
     # A GPU also has `model`, and `held` (listed in CUDA_VISIBLE_DEVICES). A readable GPU also has `note`, `power`
     # (meaning of a power reading, such as "average of the module") and `sensor`: [seconds between updates, seconds
     # measured per update, source of these numbers] or None.

@@ -87,7 +87,7 @@ def load_pynvml() -> ModuleType:
 
 
 class GpuSensor:
-    """Sensor of the power, utilisation and memory of a GPU. It reads the best of `POWER_FIELDS`."""
+    """Sensor of the power, utilisation and memory of a GPU. It reads the first supported field of `POWER_FIELDS`."""
 
     def __init__(self, nvml: ModuleType, handle: Any, uuid: str) -> None:
         self.uuid = uuid
@@ -182,7 +182,7 @@ class NvmlDriver:
         self._nvml.nvmlShutdown()
 
     def gpus(self) -> list[NvmlGpu]:
-        """Return the GPUs that this process can access."""
+        """Return a list of the GPUs that this process can access."""
         try:
             count = self._nvml.nvmlDeviceGetCount()
             return [self._gpu(self._nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
@@ -231,7 +231,7 @@ class NvmlDriver:
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return the properties of a GPU that ``ranks`` ranks use. Raises MissingCapabilityError."""
+        """Return the `SourceInfo` of a GPU that ``ranks`` ranks use. Raises MissingCapabilityError."""
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
@@ -259,7 +259,7 @@ class NvmlDriver:
 
 
 def gpus_in_use(driver: NvmlDriver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of this rank's GPUs. ``bus_id`` None: CPU rank. Raises MissingCapabilityError. Local."""
+    """Return the UUIDs of this rank's GPUs. ``bus_id``: PCI address, None on the CPU. Raises MissingCapabilityError."""
     if bus_id is not None:
         return (driver.at(bus_id),)
     # A CPU rank occupies all visible GPUs, because no other job can use them.

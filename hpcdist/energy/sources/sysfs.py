@@ -50,7 +50,7 @@ class RaplZone(NoPowerReading):
 
 
 def find_rapl(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable RAPL counters in ``root``, and {"cpu" or "dram": reason why counters are missing}. Local."""
+    """Return (readable RAPL counters in ``root``, {"cpu" or "dram": reason why these counters are missing}). Local."""
     missing: dict[str, str] = {}
     by_kind: dict[str, list[RaplZone]] = {"cpu": [], "dram": []}
     for zone in _zones(root):
@@ -125,13 +125,13 @@ class PmCounterFiles:
                 break
         else:
             raise SensorReadError(
-                f"{self._directory}/freshness changed during each of {ATTEMPTS} reads of the counters; read later"
+                f"{self._directory}/freshness changed during each of {ATTEMPTS} reads of the counters; try again later"
             )
         waited_ns = self._clock_ns() - self._renewed_ns
         if waited_ns > STALE_NS:
             raise SensorReadError(
                 f"the counters are no longer updated: {self._directory}/freshness has been {before} for "
-                f"{waited_ns / 1e9:.0f} s, but expected ten updates per second; ask the site to restart the counters"
+                f"{waited_ns / 1e9:.0f} s, but should change ten times per second; ask the site to restart the counters"
             )
         value = self._values[file]
         if isinstance(value, SensorReadError):
@@ -158,7 +158,7 @@ class PmCounterFiles:
 
 
 class PmCounter:
-    """Energy counter of a Cray node, in uJ. After a decrease, the counter is not read any more."""
+    """Energy counter of a Cray node, in uJ. If its value decreases, the counter is not read any more."""
 
     per_mj = 1000
     span: int | None = None
@@ -181,7 +181,7 @@ class PmCounter:
 
 
 def find_cray(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable Cray counters, the whole node first, and {"node": reason} if there are none. Local."""
+    """Return (readable Cray counters, first the whole node; {"node": reason} if there are no counters). Local."""
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}
     try:

@@ -111,7 +111,7 @@ class NetworkCounters:
         self.read()
 
     def read(self) -> tuple[int, int] | None:
-        """Return (bytes sent, bytes received) by this node since construction, or None if unreadable. Local."""
+        """Return (bytes sent, bytes received) by this node since this object was created; None if unreadable. Local."""
         # If a counter was reset, for example after a port went down, counting continues from its new value.
         now = self._counters()
         if not now:
@@ -173,7 +173,7 @@ class RankProcess:
 
 
 def this_process() -> RankProcess:
-    """Return the pid, start time, PID namespace and CPU affinity of this process. Local."""
+    """Return the `RankProcess` of this process: pid, start time, PID namespace and CPU affinity. Local."""
     pid = os.getpid()
     return RankProcess(pid, _started(PROC, pid), _space(), frozenset(os.sched_getaffinity(0)))
 
@@ -206,7 +206,7 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return the utilisation since the last call: a float64 array with one value for each name in `COLUMNS`."""
+        """Return a float64 array with a value per name in `COLUMNS`. Processor shares are means since the last call."""
         figures = dict.fromkeys(COLUMNS, math.nan)
         figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()

@@ -179,7 +179,7 @@ class LocalAttention:
     def backward(
         self, dy: Array, saved: Saved, *, keep: bool = False, dots: Array | None = None
     ) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv) if `forward` got the keyword ``kv``."""
+        """Return the gradient of qkv, or (gradient of the queries, gradient of kv) if `forward` got ``kv``."""
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
         heads, (qkv, kv, sums), (dq, dkv), (causal, window), dropped = begin_backward(saved, keep=keep)
@@ -218,21 +218,23 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return the values stored by `keep_for_backward`, and arrays for their gradients."""
+    """Return (heads, (qkv, kv, sums), arrays for the gradients (dqkv, dkv), (causal, window), dropout mask or None)."""
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
     dq = take("attention.dqkv", qkv.shape, qkv.dtype)
     dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
     heads = heads_of(qkv, kv, saved["attention.head_size"])
-    # (heads, (qkv, kv, sums), (dqkv, dkv), (causal, window), dropout mask). kv and dkv are None if qkv has the keys and
-    # values.
+    # Most values are from `keep_for_backward`. kv and dkv are None if qkv has the keys and values.
     return heads, (qkv, kv, sums), (dq, dkv), saved["attention.seen"], saved["attention.dropped"]
 
 
 def mask_of_heads(
     saved: Saved, dropout: float, queries: int, context: int, part: tuple[int, int] | None
 ) -> Mask | None:
-    """Return the attention's dropout mask, or None. ``part``: (first local query head, query heads of the layer)."""
+    """Return the attention's dropout mask, or None without dropout.
+
+    ``part``: (index of the first local query head, number of query heads in the layer), or None if all are local.
+    """
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
     return mask(saved, dropout, ATTENTION, rows_per_sample=of_heads * context, columns=context, **layout)
@@ -296,7 +298,7 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add the attention of the query block ``rows`` over the visible ``keys``. ``chunk``: its samples and heads."""
+        """Add the attention of the query block ``rows`` over the visible ``keys``. ``chunk``: samples and heads."""
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
         q, out = chunk.of(self._q), chunk.of(self._out)
@@ -326,11 +328,7 @@ class TiledForward:
                 kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
-        """Divide the output of the query block ``rows`` by its softmax sums, after the last `block` call.
-
-        ``chunk``: samples and heads to compute.
-        """
-        # Arguments as for `block`.
+        """Divide the output of the query block ``rows`` in ``chunk`` by the softmax sums, after the last `block`."""
         first, last, _ = rows
         kernels.divide_by_totals(
             self._y, self._heads.queries, chunk.pair, first, chunk.pairs, last - first, self._total

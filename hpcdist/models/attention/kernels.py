@@ -21,10 +21,10 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    """Overwrite a tile of attention scores s with exp(scale (s - top)). Call this for a row's tiles in order.
+    """Overwrite a tile of attention scores s with exp(scale (s - top)). Pass the tiles of a row in order.
 
     ``s``: scores of shape (heads, queries, keys). ``top``, ``total``: running maximum and sum of each row. ``shrink``
-    receives exp(scale (old top - new top)), by which the caller must multiply the earlier output.
+    receives exp(scale (old top - new top)). The caller must multiply the earlier output by ``shrink``.
     """
     # Hidden keys become 0. The shapes are (all pairs, all rows) of `top` and `total`, and (pairs, rows) of `shrink`. A
     # pair is a sample and a head. The first tile leaves `shrink` unchanged.
@@ -35,7 +35,7 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 
 
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
-    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s.
+    """Overwrite attention scores s with probabilities p. Overwrite d, the gradient of p, with the gradient of s.
 
     ``tile``: position of s in the scores. ``top``, ``total``: maximum and sum of each row. ``dots``: result of
     `hpcdist.models.attention.flash.dots_of`.
@@ -174,7 +174,7 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, first_pair: int, column: int, first_token: int, add: bool
 ) -> None:
-    """Sum ``part`` over each group of ``groups`` query heads, and write the sums to ``target``, or add them.
+    """Sum ``part`` over groups of ``groups`` query heads. Add the sums to ``target`` if ``add``, else write them.
 
     ``heads``: key heads in ``target``. ``first_pair``, ``column``, ``first_token``: position of the sums in ``target``.
     """

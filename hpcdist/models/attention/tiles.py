@@ -27,7 +27,7 @@ BEYOND: Final = 1 << 40  # larger than any token position
 
 @dataclass(frozen=True)
 class Heads:
-    """Number, size and layout of attention heads: ``group`` query heads use each of the ``shared`` key heads."""
+    """Number, size and layout of attention heads. Each of the ``shared`` key heads serves ``group`` query heads."""
 
     batch: int
     context: int
@@ -43,7 +43,7 @@ class Heads:
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
         """Return a view of the queries, keys or values (``part`` 0, 1 or 2) in the columns of the array x.
 
-        Its axes: samples, key heads, query heads per key head, tokens, columns of a head.
+        Axes of the view: samples, key heads, query heads per key head, tokens, columns of a head.
         """
         # keys and values: 1 head per key head
         group = self.group if of_queries else 1
@@ -84,7 +84,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """Samples and heads that one attention kernel call computes: all heads of some samples, or some of one sample."""
+    """Samples and heads that one attention kernel call computes: all heads of some samples, or some heads of one."""
 
     heads: Heads
     first_sample: int
@@ -94,7 +94,7 @@ class HeadChunk:
 
     @property
     def outer(self) -> tuple[int, int, int]:
-        """Number of samples, of key heads, and of query heads per key head."""
+        """Sizes of this chunk: (samples, key heads, query heads per key head)."""
         return self.last_sample - self.first_sample, self.last_head - self.first_head, self.heads.group
 
     @property
@@ -109,11 +109,11 @@ class HeadChunk:
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return this chunk's elements of ``view``, whose first head is head number ``skipped``."""
+        """Return this chunk's elements of ``view``. ``skipped``: index of the first key head in ``view``."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return this rank's row range [first, end) of each document, or of the whole sample without documents."""
+        """Return this rank's row ranges [first, end): one per document, or one for all rows without documents."""
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
@@ -131,7 +131,7 @@ class HeadChunk:
 
 
 def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
-    """Return the number and size of the heads. If ``kv`` is None, ``qkv`` has queries, keys and values."""
+    """Return the `Heads` of attention inputs. If ``kv`` is None, ``qkv`` has queries, keys and values."""
     batch, context, columns = qkv.shape
     if kv is None:
         if head_size < 1 or columns % (3 * head_size):
@@ -143,8 +143,8 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
     shared = kv.shape[2] // (2 * head_size)
     if kv.shape != (batch, context, 2 * shared * head_size) or not shared or columns % (shared * head_size):
         raise UsageError(
-            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}; for k key heads of size "
-            f"{head_size}, kv must have {2 * head_size} k columns, and queries a multiple of {head_size} k columns"
+            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}; k key heads of size {head_size} "
+            f"need {2 * head_size} k columns in kv, and a multiple of {head_size} k columns in the queries"
         )
     return Heads(batch, context, shared, columns // (shared * head_size), head_size)
 
@@ -153,8 +153,7 @@ Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, tok
 
 
 def consecutive_positions(rows: int) -> Pieces:
-    """Return the token positions of an array with ``rows`` rows, whose row i is the token at position i."""
-    # `rows` is the number of rows.
+    """Return the `Pieces` of an array with ``rows`` rows, whose row i is the token at position i."""
     return ((0, rows, 0),)
 
 
@@ -163,11 +162,10 @@ def blocks(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield blocks of at most ``longest`` rows as tuples (start, end, token position of the start).
 
-    ``pieces``: token positions of all rows. ``first``, ``last``: range of rows. ``places``: range of token positions;
-    blocks outside it may be left out.
+    ``pieces``: token positions of all rows. ``first``, ``last``: range of rows. ``places``: range of token positions.
+    Blocks outside the range ``places`` may be left out.
     """
     for begin, end, position in pieces:
-        # Blocks outside the token positions `places` may be left out.
         low, stop = max(begin, first), end if last is None else min(end, last)
         here = position + low - begin
         stop = min(stop, low - (here - places[1]) // QUERY_BLOCK * QUERY_BLOCK)

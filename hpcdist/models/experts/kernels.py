@@ -30,16 +30,16 @@ def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Arra
 
 
 def count(chosen: Array, token_ranges: Array, counts: Array) -> None:
-    """Write to ``counts[s, r, e]`` the number of tokens in ``token_ranges[s, r]`` that chose expert e. On a GPU."""
+    """On a GPU, write to ``counts[s, r, e]`` the number of tokens in ``token_ranges[s, r]`` that chose expert e."""
     _by_warps("count_choices", counts.size, chosen, token_ranges, counts, counts.size, counts.shape[-1],
               chosen.shape[1], real=np.float32)  # fmt: skip
 
 
 def place(chosen: Array, token_ranges: Array, table: Array, buffer_rows: Array) -> None:
-    """Write to ``buffer_rows[t, j]`` the row for choice j of token t, unless the expert is full. On a GPU.
+    """On a GPU, write to ``buffer_rows[t, j]`` the row of choice j of token t, unless the chosen expert is full.
 
-    ``chosen[t, j]``: expert. ``table[s, r, e]``: first row and maximum number of rows for expert e in ``token_ranges[s,
-    r]``.
+    ``chosen[t, j]``: index of the expert. ``table[s, r, e]``: first row and maximum number of rows for expert e in
+    ``token_ranges[s, r]``.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, token_ranges, table, buffer_rows, n, table.shape[-2], chosen.shape[1],
@@ -56,7 +56,7 @@ def choose_backward(
     table: Array,
     loss_sums: Array,
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient on a GPU, like `gradient_of_logits` of the router."""
+    """Overwrite the router ``logits`` with their gradient on a GPU, like `experts.router.gradient_of_logits`."""
     (tokens, experts), (samples, pieces, _) = logits.shape, token_ranges.shape
     if not tokens:
         return
@@ -67,19 +67,19 @@ def choose_backward(
 
 
 def spread(tokens: Array, buffer_rows: Array, rows: Array) -> None:
-    """Copy ``tokens[t]`` to ``rows[buffer_rows[t, j]]`` for all t and j with ``buffer_rows[t, j]`` >= 0. On a GPU."""
+    """On a GPU, copy ``tokens[t]`` to ``rows[buffer_rows[t, j]]`` for all t and j with ``buffer_rows[t, j]`` >= 0."""
     n, each, hidden = buffer_rows.size * tokens.shape[1], buffer_rows.shape[1], tokens.shape[1]
     grid = elementwise(n, width_of(rows.dtype))
     EXPERTS.launch("spread", *grid, tokens, buffer_rows, rows, n, each, hidden, REAL=rows.dtype)
 
 
 def collect(rows: Array, buffer_rows: Array, gates: Array, y: Array) -> None:
-    """Set y[t] to the sum of ``gates[t, j] * rows[buffer_rows[t, j]]`` over all j, without negative rows. On a GPU."""
+    """On a GPU, set y[t] to the sum over j of ``gates[t, j] * rows[buffer_rows[t, j]]``. Skip negative row numbers."""
     _collect(rows, buffer_rows, gates, y, gated=True)
 
 
 def collect_onto(rows: Array, buffer_rows: Array, dx: Array) -> None:
-    """Add the gradients ``rows[buffer_rows[t, j]]`` to dx[t] for all t and j, without negative rows. On a GPU."""
+    """On a GPU, add ``rows[buffer_rows[t, j]]`` (gradients) to dx[t] for all t and j. Skip negative row numbers."""
     _collect(rows, buffer_rows, rows, dx, gated=False)
 
 
@@ -90,7 +90,7 @@ def _collect(rows: Array, buffer_rows: Array, gates: Array, y: Array, *, gated: 
 
 
 def collect_backward(dy: Array, buffer_rows: Array, gates: Array, rows: Array, dgates: Array) -> None:
-    """Compute the gradients of `collect` from dy on a GPU. They overwrite ``rows`` and ``dgates``.
+    """On a GPU, overwrite ``rows`` and ``dgates`` with the gradients of `collect` for the output gradient dy.
 
     ``rows``: on entry, the expert outputs. ``buffer_rows``, ``gates``: as for `collect`.
     """
@@ -99,7 +99,7 @@ def collect_backward(dy: Array, buffer_rows: Array, gates: Array, rows: Array, d
 
 
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
-    """Copy blocks of rows on a GPU. The keyword ``back``: True copies from ``target`` to ``source``.
+    """On a GPU, copy blocks of rows from ``source`` to ``target``, or in the other direction if ``back``.
 
     ``blocks``: array of (source row, target row, number of rows). ``longest``: largest number of rows.
     """

@@ -28,45 +28,45 @@ ACTIVATION: Final = "experts.activation"
 
 
 class ExpertTensors(NamedTuple):
-    """Weights, of shape (outputs, inputs), and biases of this rank's experts: one array per expert."""
+    """Weights and biases of this rank's experts, one array per expert. Each weight has the shape (outputs, inputs)."""
 
     weights: Sequence[Array]
     biases: Sequence[Array] | None
 
 
 class ExpertGradients(NamedTuple):
-    """Gradient arrays of this rank's experts, each with True to add to the array or False to overwrite it."""
+    """Pairs (gradient array, add) of this rank's experts. If ``add`` is False, the gradient overwrites the array."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None
 
 
 class StayingRows:
-    """Token exchange for a rank that has all experts: nothing is sent. Base class of exchanges between ranks."""
+    """Token exchange if each rank has all experts: no tokens are sent. Base class of exchanges between ranks."""
 
     attends = False  # True if ranks compute together, even ranks without samples
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Return an array for the token rows of `send_out`. ``starts``: first row of each expert, and the end."""
+        """Return the array to fill with the rows for `send_out`. ``starts``: first row of each expert, and the end."""
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Start to send token rows to the ranks of their experts. Return a function that waits for received rows."""
+        """Start to send token rows to the ranks of their experts. Return a function that waits for incoming rows."""
         if not back:
             saved.keep("experts.received", rows)
-        # The received rows are sorted by expert. The array has the first row of each local expert. If `back`, `rows`
-        # are gradients.
+        # The function returns the received rows, sorted by expert, and the first row of each local expert. If `back`,
+        # `rows` are gradients.
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases of this rank's experts for the linear layer ``prefix``: `UP` or `DOWN`."""
+        """Return the tensors of this rank's experts for the linear layer named ``prefix``, which is `UP` or `DOWN`."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the gradient arrays of this rank's experts for ``prefix``: `UP` or `DOWN`. Call before `send_out`."""
+        """Return the gradient arrays of this rank's experts for layer ``prefix``. Call this before `send_out`."""
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
         if f"{prefix}.bias" not in parameters:
@@ -77,49 +77,49 @@ class StayingRows:
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return an uninitialised array for the expert outputs to pass to `bring_back`.
+        """Return an uninitialised array for the expert outputs that the caller will pass to `bring_back`.
 
-        ``name``: key of the array in ``saved``. The keyword ``back`` is True for gradients.
+        ``name``: key of the array in ``saved``. ``back``: True in the backward pass, where the rows are gradients.
         """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Send the expert outputs ``rows`` back to the ranks of their tokens.
 
-        Return the rows of this rank's tokens, in the order of `send_out`. ``name``: key of the result in ``saved``.
+        Return the outputs for this rank's tokens, in the row order of `send_out`. ``name``: key of the result in
+        ``saved``.
         """
-        # in the order in which the tokens were sent
         return rows
 
 
 class WholeExperts:
-    """Tensor-parallel part of expert layers with unsharded experts: nothing is sent. Base class for sharded experts."""
+    """Input and output of experts whose matrices are not sharded. Tensor-parallel experts derive from this class."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the tokens of all tensor-parallel ranks as (batch, context, hidden). ``x``: this rank's tokens."""
+        """Return the tokens of all tensor-parallel ranks, (batch, context, hidden). ``x``: tokens of this rank."""
         return x
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
-        """Return an uninitialised array of this shape and ``dtype`` for this rank's share of the expert output."""
+        """Return an uninitialised array for this rank's term of the expert output, which `leave` sums over ranks."""
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum the expert outputs ``partial`` over the tensor-parallel ranks. Return the rows of this rank's tokens."""
+        """Sum the expert outputs ``partial`` over the tensor-parallel ranks. Return the sums for this rank's tokens."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the output gradients for the tokens of all tensor-parallel ranks. ``dy``: this rank's gradients."""
+        """Return the output gradients of all tensor-parallel ranks. ``dy``: output gradients of this rank's tokens."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradients ``dx`` over the tensor-parallel ranks, and return the rows of this rank's tokens."""
+        """Sum the input gradients ``dx`` over the tensor-parallel ranks. Return the sums for this rank's tokens."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
-        """Sum ``dgates``, the gradients of the gates, over the tensor-parallel ranks, in place."""
+        """Sum ``dgates``, the gradients of the gates, over the tensor-parallel ranks in place. Return ``dgates``."""
         return dgates
 
 
@@ -127,15 +127,14 @@ class WholeSamples:
     """Position of this rank's tokens in samples that are not sharded. Context parallelism replaces this class."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and the ranges of this rank's ``tokens`` tokens in it."""
+        """Return (tokens in a whole sample, ranges of this rank: (first row, end row, position in the sample))."""
         return tokens, consecutive_positions(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens per expert before each local token range, tokens per expert in each sample).
 
-        ``counts``: tokens per expert in each local range.
+        ``counts``: tokens per expert in each local range. Both results also count the tokens of other ranks.
         """
-        # Both results include the choices of tokens on other ranks.
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
 
@@ -146,7 +145,7 @@ UNCUT: Final = WholeSamples()
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Router and experts of all transformer blocks. Implements `hpcdist.models.stage.ExpertsOperation`."""
+    """Router and experts for every transformer block. Implements `hpcdist.models.stage.ExpertsOperation`."""
 
     # E experts of inner width f, hidden width h, before sharding: `router.weight` (E, h), `experts.up.weight` (E, f,
     # h), or (E, 2, f, h) for gates and values, `experts.down.weight` (E, h, f).
@@ -287,7 +286,7 @@ class LocalExperts:
 
 
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
-    """Return ``operations`` with `LocalExperts` if ``config`` has experts. ``predictions(tokens)``: target count."""
+    """Return ``operations``, with experts if ``config`` has experts. ``predictions(n)``: targets among n tokens."""
     if not config.experts:
         return operations
     return replace(operations, experts=LocalExperts(config, predictions, RouterState(config)))
@@ -307,7 +306,7 @@ def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def matrices(stacked: Array) -> Array:
-    """Return a view of the experts' stacked weights ``stacked``, of shape (experts, outputs, inputs)."""
+    """Return a view, of shape (experts, outputs, inputs), of ``stacked``, the weights of all experts."""
     return stacked.reshape(len(stacked), -1, stacked.shape[-1])
 
 

@@ -31,14 +31,13 @@ EXTRA: Final = 4  # entries of `RouterState.seen` after the loads: dropped choic
 
 
 class RouterState:
-    """Biases that balance the experts' load, and statistics, of the routers of all layers."""
+    """State of the routers of all layers: load-balancing biases, one per expert, and statistics."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.experts, self.per_token = config.experts, config.experts_per_token
         self.rate, self.first_layer = config.balance_rate, 1
         self.bias = np.zeros((config.layers, config.experts))
-        # Sums over all tokens since the last `take`: choices of each expert before drops, dropped choices, entropy in
-        # nats, balance loss and z loss (without their coefficients).
+        # As in `take`. Choices are counted before drops, entropy is in nats, losses exclude their coefficients.
         self.seen = np.zeros((config.layers, config.experts + EXTRA))
         self._bias_there: Array | None = None
         self._figures_there: Array | None = None
@@ -53,7 +52,7 @@ class RouterState:
         return bias[layer - self.first_layer]
 
     def figures_of(self, layer: int, like: Array) -> Array:
-        """Return a view of the statistics of ``layer``: entropy, balance loss and z loss, summed over tokens."""
+        """Return a view of the sums (entropy, balance loss, z loss) of ``layer``, on the device of ``like``."""
         if not is_device(like):
             return self.seen_of(layer)[self.experts + 1 :]
         if self._figures_there is None:
@@ -61,16 +60,18 @@ class RouterState:
         return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
-        """Return a view of ``layer``'s statistics since the last `take`: tokens by expert, dropped pairs, losses."""
+        """Return a view of the host statistics of ``layer``, with the columns of `take`."""
         row: np.ndarray = self.seen[layer - self.first_layer]
         return row
 
     def take(self) -> np.ndarray:
-        """Return the router statistics since the last call of `take`, one row per layer, and reset them to 0."""
+        """Return the router statistics since the last call of `take`, and reset the statistics to 0.
+
+        A row per layer: tokens that chose each expert, dropped choices, sums of entropy, balance loss and z loss.
+        """
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
             self._figures_there = None
-        # columns as in `seen`
         taken, self.seen[...] = self.seen.copy(), 0
         return taken
 
@@ -81,11 +82,11 @@ class RouterState:
             self._bias_there = None
 
     def state(self) -> dict[str, Any]:
-        """Return the router biases as JSON values, or {} if no bias is used."""
+        """Return the router biases as a dict of JSON values, or {} if no router uses a bias."""
         return {"router_bias": self.bias.tolist()} if self.rate or self.bias.any() else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the biases from a result of `state`. Biases of a model with other sizes are ignored."""
+        """Restore the biases from ``state``, a result of `state`. Ignore biases of a model with other sizes."""
         rows = state.get("router_bias", [])
         if [len(row) for row in rows] == [self.experts] * len(self.bias):
             self.bias[...] = rows
@@ -93,7 +94,7 @@ class RouterState:
 
 
 def capacity(config: ModelConfig, context: int) -> int:
-    """Return the largest number of tokens that each expert accepts from a sample of ``context`` tokens."""
+    """Return the largest number of tokens that an expert accepts from a sample of ``context`` tokens."""
     even = config.experts_per_token * context / config.experts
     return min(context, math.ceil(config.capacity_factor * even - 1e-9)) if config.capacity_factor else context
 
@@ -101,18 +102,17 @@ def capacity(config: ModelConfig, context: int) -> int:
 def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -> None:
     """Choose k of E experts for each token, from the router ``logits`` of shape (tokens, E).
 
-    ``bias``: added to the scores for the choice only. ``kind``: score function, "softmax" or "sigmoid". Outputs, of
-    shape (tokens, k): expert indices ``chosen`` and their weights ``gates``.
+    ``bias``: addend of the scores for the choice, but not for the gates. ``kind``: score function, "softmax" or
+    "sigmoid". Outputs, of shape (tokens, k): expert indices ``chosen``, and weights ``gates`` of these experts.
     """
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
 def count(chosen: Array, token_ranges: Array, experts: int) -> np.ndarray:
-    """Return an int32 array (samples, ranges, experts): the number of tokens of each range that chose each expert.
+    """Count the tokens of each range that chose each expert. Return an int32 array (samples, ranges, experts).
 
     ``chosen``: expert indices (tokens, k). ``token_ranges``: (first, end) of each range, of shape (samples, ranges, 2).
     """
-    # Both arrays are on the same device.
     counts = backend.zeros(
         (*token_ranges.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu"
     )
@@ -128,14 +128,13 @@ def place(
     capacities: np.ndarray,
     buffer_rows: Array,
 ) -> np.ndarray:
-    """Assign rows of a buffer, sorted by expert, to (token, expert) pairs. Return each expert's first row, and the end.
+    """Assign each (token, expert) pair a row of a buffer sorted by expert. Return each expert's first row, and the end.
 
-    ``chosen``, ``token_ranges``: as for `count`. ``counts``, ``before``: pairs per expert in and before each range.
-    ``capacities``: maximum pairs per expert, by sample. ``buffer_rows``: output, -1 for dropped pairs.
+    ``chosen``, ``token_ranges``: as for `count`. ``counts``, ``before``: numbers of pairs per expert in and before each
+    range. ``capacities[s]``: largest number of pairs per expert in sample s; later pairs are dropped.
+    ``buffer_rows[t, j]``: output, the row of choice j of token t, or -1 if the pair is dropped.
     """
-    # Shapes: `chosen` and `buffer_rows` (tokens, k), `token_ranges` (samples, ranges, 2), `counts` (from `count`) and
-    # `before` (samples, ranges, experts), `capacities` (samples,). Later pairs are dropped. The rows of an expert are
-    # in token order.
+    # Shapes: `counts` (from `count`) and `before` (samples, ranges, experts). The rows of an expert are in token order.
     kept = np.clip(capacities[:, None, None] - before, 0, counts).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
     by_run = kept.reshape(-1, kept.shape[-1])
@@ -162,11 +161,10 @@ def gradient_of_logits(
     """Overwrite the router ``logits`` with their gradient, and add the loss statistics of all tokens to ``loss_sums``.
 
     ``chosen``, ``gates``, ``kind``: as for `choose`. ``dgates``: gradient of ``gates``. ``token_ranges``: as for
-    `count`. ``table``: expert loads and loss coefficients, one row per sample.
+    `count`. ``table``: one row per sample, with each expert's fraction of the choices, then the coefficients of the
+    balance loss and the z loss. ``loss_sums``: sums of entropy, balance loss and z loss.
     """
-    # `token_ranges`, of shape (samples, ranges, 2), has ranges [first, end); padding gets gradient 0. `table`, of shape
-    # (samples, experts + 2), has each expert's fraction of the choices, then the coefficients of the balance loss and
-    # the z loss. `loss_sums` has the sums of entropy, balance loss and z loss.
+    # Tokens outside the ranges are padding, with gradient 0.
     on_device = is_device(logits)
     run = kernels.choose_backward if on_device else _choose_backward
     there = backend.place(table, "gpu") if on_device else table

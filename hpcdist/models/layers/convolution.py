@@ -20,13 +20,13 @@ DEVICE_BYTES: Final = 1 << 28  # of rows at a time on a GPU, which is faster wit
 
 
 def output_side(side: int, stride: int) -> int:
-    """Return the output height or width of a convolution for an input height or width ``side``."""
+    """Return the output height (or width) of a convolution whose input height (or width) is ``side``."""
     return (side - 1) // stride + 1
 
 
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
-    """Return the convolution (n, p, q, outputs) of n pictures x (n, h, w, inputs). x must not change until backward."""
-    # `PREFIX.weight` has the shape (outputs, SIZE, SIZE, inputs).
+    """Convolve n pictures x (n, height, width, inputs). Return (n, output height, output width, outputs)."""
+    # x must not change until backward. `PREFIX.weight` has the shape (outputs, SIZE, SIZE, inputs).
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
     shape = samples, output_side(height, stride), output_side(width, stride), weight.shape[0]
@@ -42,7 +42,7 @@ def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: 
 def convolve_backward(
     parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, wants_dx: bool = True
 ) -> Array | None:
-    """Compute the gradients of weight and bias. Return the input gradient, or None if ``wants_dx`` is False."""
+    """Compute the weight and bias gradients. Return the gradient of x, or None if ``wants_dx`` is False."""
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     dweight, add = gradients.into(f"{prefix}.weight")

@@ -27,27 +27,30 @@ PARTS: Final = 64  # largest number of parts of the rows in a sum over columns
 
 
 def gelu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write the GELU of x to y. If ``bias`` is not None, first add it to each row of x in place."""
+    """Write the GELU of x to y. If ``bias`` is not None, first add ``bias`` to each row of x in place."""
     _activate("gelu", x, y, bias)
 
 
 def gelu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x, the input of `gelu`, with the gradient of x. ``dy``: gradient of the output."""
+    """Overwrite x, the input of `gelu`, with the gradient of x. ``dy``: gradient of the GELU output."""
     _elementwise("gelu_backward", x, x, dy)
 
 
 def relu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write max(x, 0) to y. If ``bias`` is not None, first add it to each row of x in place. NaN stays NaN."""
+    """Write max(x, 0) to y. If ``bias`` is not None, first add ``bias`` to each row of x in place. NaN stays NaN."""
     _activate("relu", x, y, bias)
 
 
 def relu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x, the input of `relu`, with the gradient of x. ``dy``: gradient of the output."""
+    """Overwrite x, the input of `relu`, with the gradient of x. ``dy``: gradient of the ReLU output."""
     _elementwise("relu_backward", x, x, dy)
 
 
 def swiglu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write silu(gate) * value to y. Each row of x has all gates, then all values. First add ``bias``, if any, to x."""
+    """Write silu(gates) * values to y, where each row of x has all gates and then all values.
+
+    ``bias``: array that is first added to each row of x in place, or None.
+    """
     _activate("swiglu", x, y, bias)
 
 
@@ -78,17 +81,18 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Write the layer norm of x to y, with ``scale``, ``bias`` and ``epsilon``. First add ``residual``, if any, to x.
+    """Write the layer norm of x, with ``scale``, ``bias`` and ``epsilon``, to y.
 
-    ``statistics`` receives the mean and 1 / deviation of each row.
+    ``residual``: array that is first added to x in place, or None. ``statistics``: output, the mean and 1 / (standard
+    deviation) of each row.
     """
     _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
 
 def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
-    """Write the RMS norm of x to y, with ``scale`` and ``epsilon``. First add ``residual``, if any, to x.
+    """Write the RMS norm of x, with ``scale`` and ``epsilon``, to y. ``residual``: as for `norm`.
 
-    ``statistics`` receives 1 / (root mean square) of each row.
+    ``statistics``: output, 1 / (root mean square) of each row.
     """
     _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
 
@@ -111,9 +115,10 @@ def _norm(
 def norm_backward(
     dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, adds: bool, *sums: tuple[Array, bool]
 ) -> None:
-    """Write the gradient of x, the input of `norm` or `rms`, to dx. If ``adds`` is True, add it to dx instead.
+    """Write the gradient of x, the input of `norm` or `rms`, to dx. If ``adds`` is True, add the gradient to dx.
 
-    ``scale``, ``statistics``: as for `norm`. ``*sums``: gradient arrays of scale and bias.
+    ``scale``, ``statistics``: as for `norm`. ``*sums``: pairs (gradient array, add) for the scale and, after `norm`,
+    for the bias. If ``add`` is False, the gradient overwrites the array.
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
@@ -122,8 +127,6 @@ def norm_backward(
     for start in range(0, hidden, SPAN):
         NORM.launch("norm_rows_backward", blocks, threads, dy, x, scale, statistics, dx, partial, rows, hidden, start,
                     centred, int(adds), REAL=x.dtype)  # fmt: skip
-    # `sums`: (array, add) for the gradient of the scale and, after `norm`, of the bias. If `add`, the gradient is
-    # added, else it overwrites the array.
     for number, (into, add) in enumerate(sums):
         _join(partial.reshape(-1)[number * hidden :], into, blocks, 2 * hidden, add)
 
@@ -135,7 +138,7 @@ def _join(partial: Array, into: Array, parts: int, pitch: int, add: bool) -> Non
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write the column sums of ``rows`` to ``into``, of shape (columns,), or add them to it if ``add`` is True."""
+    """Write the sums of the columns of ``rows`` to ``into``. If ``add`` is True, add the sums to ``into`` instead."""
     count, columns = rows.shape
     parts = min(PARTS, max(1, count // 16), max(1, (1 << 22) // max(columns, 1)))
     partial = namespace(rows).empty((parts, columns), accumulation_dtype(rows.dtype))
@@ -145,9 +148,9 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
-    """Return the summed cross entropy of ``logits`` (tokens, classes) as a 0-d float64 array.
+    """Return the cross entropy of ``logits`` (tokens, classes), summed over tokens, as a 0-d float64 array.
 
-    Negative targets have no loss. Other invalid targets give NaN. ``statistics`` receives the softmax sums.
+    Negative targets have no loss. Targets that are not a class give NaN. ``statistics`` receives the softmax sums.
     """
     tokens, classes = logits.shape
     losses = namespace(logits).empty(tokens, np.float64)
@@ -158,7 +161,7 @@ def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
 
 
 def cross_entropy_backward(logits: Array, targets: Array, statistics: Array, scale: float) -> None:
-    """Overwrite the logits, after `cross_entropy`, with (softmax - onehot) * ``scale``, or 0 for a negative target."""
+    """Overwrite the ``logits`` of `cross_entropy` with (softmax - onehot) * ``scale``, or 0 for a negative target."""
     tokens, classes = logits.shape
     CROSS_ENTROPY.launch("cross_entropy_backward", tokens, _threads(classes, logits), logits, targets, statistics,
                          float(scale), classes, REAL=logits.dtype)  # fmt: skip
@@ -169,7 +172,7 @@ def _threads(columns: int, like: Array) -> int:
 
 
 def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> None:
-    """Copy row ``tokens[i]`` of ``table`` to row i of y. For an invalid token, fill row i with ``missing``."""
+    """Copy row ``tokens[i]`` of ``table`` to row i of y. If that row does not exist, fill row i with ``missing``."""
     vocabulary, hidden = table.shape
     grid = elementwise(y.size, width_of(y.dtype))
     EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, missing,
@@ -177,14 +180,14 @@ def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> 
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:
-    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, for each i in order. Each sum is rounded once."""
+    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, for each i in order. Round each final sum once."""
     vocabulary, hidden = table.shape
     EMBEDDING.launch("scatter", (tokens.size, -(-hidden // 1024)), 256, rows, tokens, table, tokens.size, hidden,
                      vocabulary, REAL=table.dtype)  # fmt: skip
 
 
 def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    """Apply rotary angles, with cosines and sines ``turns``, to the first ``rotated`` columns of x in place."""
+    """Rotate the first ``rotated`` columns of x by the angles of the `rotary_table` ``turns``, in place."""
     batch, context, columns = x.shape
     n = batch * context * rotated // 2
     EMBEDDING.launch("turn", *elementwise(n, width_of(x.dtype)), x, turns, n, context, columns, rotated, turns.shape[1],
@@ -192,7 +195,7 @@ def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
 
 
 def dropout(x: Array, first: int, last: int, width: int, *place_and_counter: int, factor: float) -> None:
-    """Apply dropout to ``x[:, first:last, :width]`` in place on a GPU. Further arguments come from a `Mask`."""
+    """Apply dropout to ``x[:, first:last, :width]`` in place on a GPU. `Mask.drop` passes the other arguments."""
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip

@@ -24,13 +24,13 @@ WORDS_PER_COUNTER: Final = 4  # 32-bit words that Philox makes of one counter, o
 
 
 def fits_counter(rows: int, columns: int) -> bool:
-    """Return True if a 32-bit counter can number the random words of a mask of ``rows`` x ``columns`` elements."""
+    """Return True if a dropout mask of shape (rows, columns) has few enough elements for a 32-bit counter."""
     return rows * -(-columns // WORDS_PER_COUNTER) < 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Dropout mask of an array of shape (samples * groups, rows, columns), or of a shard of each sample."""
+    """Dropout mask of an array (samples * groups, rows, columns), or of a shard of the rows of each sample."""
 
     draw: Draw
     layer: int
@@ -43,7 +43,7 @@ class Mask:
     pitch: int = 0  # local group g begins at row first_row + g * pitch of the sample's mask
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
-        """Apply the mask from row ``above`` and column ``left`` on to ``x[:, first:last, :width]``, in place."""
+        """Multiply ``x[:, first:last, :width]`` by the mask in place. x[:, 0, 0] is at mask[``above``, ``left``]."""
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
         groups, pitch, rows_per_sample, first_row, blocks = self.place
@@ -56,13 +56,13 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Position and shape of the mask as five integer arguments for the dropout kernels."""
+        """Position and shape of the mask: five integers, in the order of the arguments of the dropout kernels."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
-        """Kernel arguments of the Philox generator: three counter words, two seed words, and the dropout limit."""
+        """Arguments for the Philox generator of the kernels: three counter words, two seed words, and dropout limit."""
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
         site, key = self.layer * MAX_SITES + self.site, (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
@@ -71,25 +71,25 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """Address of a GPU array with the first sample and the step, or 0 if the kernels get both as arguments."""
+        """Address of a GPU array (first sample, step), or 0 if the kernels get these two numbers as arguments."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
     def scale(self) -> float:
-        """Factor by which kept elements are multiplied."""
+        """Factor 1 / (1 - rate) of the elements that dropout keeps."""
         return 1 / (1 - self.rate)
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the dropout mask of call number ``site`` in a layer, or None if the dropout ``rate`` is 0."""
+    """Return the mask for dropout call number ``site`` of a layer, or None without dropout."""
     if not rate or saved.draw is None:
         return None
-    # at least `rows_per_sample` and `columns`
+    # `layout`: at least `rows_per_sample` and `columns`
     return Mask(draw=saved.draw, layer=saved.layer, site=site, rate=rate, **layout)
 
 
 class LocalDropout:
-    """Dropout without communication, in arrays of shape (samples, columns) or (samples, rows, columns)."""
+    """Dropout without communication, for arrays of shape (samples, columns) or (samples, rows, columns)."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         rows_per_sample, columns = (x.shape[1] if x.ndim > 2 else 1), x.shape[-1]

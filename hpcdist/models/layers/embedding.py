@@ -50,7 +50,7 @@ class LocalEmbedding:
 
 
 class LocalPositions:
-    """Learned embedding of token positions. In packed samples, positions start at 0 in each document."""
+    """Learned position embedding. A packed sample has several documents, and positions start at 0 in each document."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         if saved.documents is not None:
@@ -72,7 +72,7 @@ class LocalPositions:
 
 
 def add_to_positions(dy: Array, places: Array, into: Array, add: bool) -> None:
-    """Add row i of dy to row ``places[i]`` of ``into``, for each token i. Unless ``add``, set ``into`` to 0 first."""
+    """Add row i of dy to row ``places[i]`` of ``into``, for each token i. If ``add`` is False, first zero ``into``."""
     if not add:
         into[...] = 0
     rows = dy.reshape(-1, dy.shape[-1])
@@ -107,10 +107,10 @@ _outgrown: list[Array] = []  # older tables, which CUDA graphs may still read
 
 
 class LocalRotary:
-    """Rotary position encoding of query and key heads. Position 0 is the start of a sample or document."""
+    """Rotary encoding of positions in query and key heads. Positions count from the start of the document or sample."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads in the first ``rotated`` columns of x, (batch, context, columns), in place. Return x."""
+        """Rotate the first ``rotated`` columns of x, of shape (batch, context, columns), in place. Return x."""
         # `rotated` must be a multiple of `head_size`. An odd `head_size` raises ConfigurationError.
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
@@ -123,14 +123,14 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Apply rotary angles by position in the document to the first ``rotated`` columns of x, in place. Return x."""
+    """Rotate the first ``rotated`` columns of x in place, by the position of each token in its document. Return x."""
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
     return x
 
 
 def rotary_table(context: int, head_size: int, like: Array) -> Array:
-    """Return cosines, then sines, of the rotary angles of ``context`` positions, of shape (context, head_size)."""
+    """Return an array (context, head_size): row t has the cosines, then the sines, of the angles at position t."""
     dtype = accumulation_dtype(like.dtype)
     key = head_size, dtype, is_device(like)
     table = _tables.get(key)
@@ -150,7 +150,7 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 
 
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Rotate the first ``rotated`` columns of x by the angles ``turns``, in place. ``sign`` -1 rotates back."""
+    """Rotate the first ``rotated`` columns of x by the angles of the `rotary_table` ``turns``, in place. Return x."""
     _, context, columns = x.shape
     assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"
     assert turns.shape[0] == context
@@ -181,10 +181,10 @@ for _rotary_dtype in SAMPLE_DTYPES:
 
 
 class LocalCrossEntropy:
-    """Cross-entropy loss of target classes, in nats."""
+    """Cross-entropy loss, in nats, of logits for target classes."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the float64 sum of the losses. Invalid targets raise DataError on the host, or give NaN on a GPU."""
+        """Return the float64 sum of the losses. Invalid targets raise DataError on a CPU, and give NaN on a GPU."""
         tokens, classes = logits.shape
         check_tokens(targets, classes, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)  # on a GPU, still the logits

@@ -44,7 +44,7 @@ class LocalLinear:
 
 
 def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-    """Return ``x weight^T + bias`` for contiguous x, in an array that ``saved`` allocates."""
+    """Return ``x weight^T + bias`` for contiguous x, in an array from ``saved``. Omit the bias unless ``biased``."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
@@ -57,7 +57,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
 
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-    """Return the input gradient ``dy weight`` in scratch memory. The next call for any layer overwrites it."""
+    """Return the input gradient ``dy weight``. The next call for any layer overwrites the returned array."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
@@ -67,7 +67,7 @@ def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Sav
 
 
 def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
-    """Write the weight gradient ``dy^T x``, or add it to an earlier gradient of this step."""
+    """Write the weight gradient ``dy^T x``, or add ``dy^T x`` to the gradients of earlier calls in this step."""
     dweight, add = gradients.into(f"{prefix}.weight")
     into = as_matrix(dweight)
     outputs, inputs = into.shape
@@ -78,14 +78,14 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
 
 
 def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
-    """Write the bias gradient, the column sums of dy, or add it to an earlier gradient of this step."""
+    """Write the column sums of dy as bias gradient, or add them to the gradients of earlier calls in this step."""
     dbias, add = gradients.into(f"{prefix}.bias")
     into = dbias.reshape(-1)
     column_sums(dy.reshape(-1, into.size), into, add)
 
 
 def as_matrix(weight: Array) -> Array:
-    """View ``weight``, of shape (..., inputs), as a matrix of shape (outputs, inputs)."""
+    """Return a view of ``weight``, of shape (..., inputs), as a matrix (outputs, inputs)."""
     return weight.reshape(-1, weight.shape[-1])
 
 
@@ -95,7 +95,7 @@ def add_to_rows(rows: Array, row: Array) -> None:
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write the column sums of ``rows``, of shape (n, columns), to ``into``, or add them if ``add`` is True."""
+    """Write the column sums of ``rows`` (n, columns) to ``into``. If ``add`` is True, add them to ``into`` instead."""
     if is_device(rows):
         cuda_kernels.column_sums(rows, into, add)
         return
@@ -141,7 +141,7 @@ IN_ORDER: Final[Any] = REORDER - {"reassoc"}  # multiply by a zero gate before a
 
 
 class LocalActivation:
-    """Activation functions of contiguous arrays: "gelu", "relu" or "swiglu"."""
+    """Activation functions "gelu", "relu" and "swiglu", for contiguous arrays."""
 
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None

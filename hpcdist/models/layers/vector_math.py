@@ -92,7 +92,7 @@ exp = Primitive(_exp, "exp(x) of a float32 or float64, in its own precision")
 
 @jit
 def write_exponentials(x: Any, y: Any) -> None:
-    """Write exp(x) to y. Both are 1-D arrays with the same dtype."""
+    """Write exp(x) to y. x and y are 1-D arrays of the same dtype."""
     for i in range(x.size):
         y[i] = exp(x[i])
 
@@ -137,7 +137,7 @@ from_ordered_bits = Primitive(
 
 @jit
 def row_maximum(row: Any) -> Any:
-    """Return the largest element of a non-empty row. NaN counts as largest, or as smallest if its sign bit is set."""
+    """Return the largest element of ``row``. A NaN is above all numbers, or below them if its sign bit is set."""
     top = ordered_bits(row[0])
     for j in range(row.size):
         top = max(top, ordered_bits(row[j]))

@@ -25,7 +25,7 @@ _KEPT: Final = ("storage", "failures", "site")
 
 @dataclass(frozen=True, kw_only=True)
 class TimingSeries:
-    """Measured times of a message or collective for several message sizes."""
+    """Measured times of one operation (point-to-point message or collective) at several message sizes."""
 
     operation: str
     algorithm: str
@@ -39,7 +39,7 @@ class TimingSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMeasurements:
-    """Measured speed and memory of devices, and measured times of messages and collectives."""
+    """Measurements of a cluster: speed and memory of a device, and times of messages and collectives."""
 
     date: str
     device: str
@@ -58,16 +58,16 @@ class ClusterMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedCluster:
-    """Cluster with constants that are fitted to measurements."""
+    """Cluster description whose constants were fitted to measurements, and one text per fit."""
 
     cluster: Cluster
     lines: tuple[str, ...]  # texts for the user, one line per fit
 
 
 def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> CalibratedCluster:
-    """Return a cluster called ``name``, fitted to ``measurements``. Raises UsageError.
+    """Fit the constants of a cluster called ``name`` to ``measurements``. Raises UsageError for too few measurements.
 
-    ``base``: cluster with the values that are not measured.
+    ``base``: cluster whose values are used for all quantities that were not measured.
     """
     lines: list[str] = []
     device = _device(base, measurements, lines)

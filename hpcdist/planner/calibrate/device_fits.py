@@ -32,7 +32,7 @@ LEAST_SIZES: Final = 3
 
 
 class MeasuredProduct(NamedTuple):
-    """Measured time of the product of an (m, k) matrix and a (k, n) matrix."""
+    """Measured time of one matrix product, of an (m, k) matrix and a (k, n) matrix."""
 
     m: int
     k: int
@@ -41,12 +41,12 @@ class MeasuredProduct(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matrix product: 2 m k n."""
+        """Number of floating-point operations of the product: 2 m k n."""
         return 2.0 * self.m * self.k * self.n
 
     @property
     def size(self) -> float:
-        """Size of the matrix product: the harmonic mean of its dimensions m, k and n."""
+        """Size of the matrix product, defined as the harmonic mean of m, k and n."""
         return 3.0 / (1.0 / self.m + 1.0 / self.k + 1.0 / self.n)
 
 
@@ -61,31 +61,31 @@ class FittedCurve:
 
     @property
     def error(self) -> float:
-        """Median absolute relative error for products that the fit did not use, or NaN if there are none."""
+        """Median absolute relative error of the times of ``unseen`` products, or NaN if ``unseen`` is empty."""
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
 def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
-    """Return the time of ``product`` in seconds that the efficiency curve ``fitted`` predicts."""
+    """Return the time in seconds that the curve ``fitted`` predicts for the matrix product ``product``."""
     return product.flops / (fitted.peak_flops * peak_share_of(fitted.curve, product.size)[0])
 
 
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
-    """Fit the FLOP rate of matrix products as a function of their size to the measured times ``products``.
+    """Fit an efficiency curve, FLOP rate by size of matrix product, to the measured ``products``.
 
-    Raises UsageError for too few sizes.
+    Raises UsageError if the products have too few different sizes or an invalid time.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
     if bad is not None:
         raise UsageError(
-            f"the matrix product of shapes ({bad.m}, {bad.k}) and ({bad.k}, {bad.n}) took {bad.seconds} s, expected a "
-            "finite time above 0; measure this product again"
+            f"the product of ({bad.m}, {bad.k}) and ({bad.k}, {bad.n}) matrices took {bad.seconds} s, but measured "
+            "times must be finite and above 0; measure this product again"
         )
     if len({round(product.size, 6) for product in ordered}) < LEAST_SIZES:
         raise UsageError(
-            f"an efficiency curve needs matrix products of at least {LEAST_SIZES} different sizes, got {len(ordered)} "
-            "matrix products of fewer sizes; measure matrix products of more sizes"
+            f"an efficiency curve needs matrix products of at least {LEAST_SIZES} different sizes, but the "
+            f"{len(ordered)} measured products have fewer sizes; measure products of more sizes"
         )
     # The smallest and the largest size are fitted: the curve is not extrapolated.
     # Every third product, in order of size, is left out to measure the error. The fit is piecewise linear in the
@@ -130,7 +130,7 @@ PRECISION: Final = "float32"  # of the measured steps
 
 
 class MeasuredStep(NamedTuple):
-    """Measured (forward, backward) seconds of a training step, by type of operation."""
+    """Measured training step: a pair (forward seconds, backward seconds) for each type of operation."""
 
     description: ModelDescription
     samples: int
@@ -140,13 +140,13 @@ class MeasuredStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Total time of forward and backward in s."""
+        """Measured seconds of forward and backward, summed over all types of operations."""
         return sum((*self.products_s, *self.attention_s, *self.elementwise_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted fractions of memory bandwidth and peak FLOP rate that a device reaches, and time per kernel."""
+    """Fitted usable fractions of the memory bandwidth and peak FLOP rate of a device, and fitted time per kernel."""
 
     memory_share: float
     attention_share: float
@@ -155,14 +155,14 @@ class FittedShares:
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error of the predicted step times, or NaN if there are none."""
+        """Largest absolute relative error of the predicted step times, or NaN if ``errors`` is empty."""
         return max(map(abs, self.errors), default=math.nan)
 
 
 def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
-    """Fit the usable memory bandwidth and FLOP rate of a device of ``cluster`` to the measured ``steps``.
+    """Fit the usable fractions of memory bandwidth and FLOP rate of the device of ``cluster`` to measured ``steps``.
 
-    Raises UsageError for too few steps.
+    Raises UsageError for fewer than `LEAST_STEPS` steps.
     """
     if len(steps) < LEAST_STEPS:
         raise UsageError(
@@ -179,7 +179,7 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
 
 
 def predicted_s(step: MeasuredStep, cluster: Cluster) -> float:
-    """Return the predicted seconds (forward, backward) of the measured ``step``, by the device of ``cluster``."""
+    """Return the predicted seconds of forward and backward together for ``step`` on a device of ``cluster``."""
     layout = ParallelLayout(microbatch=step.samples, precision=PRECISION)
     times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
     return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)

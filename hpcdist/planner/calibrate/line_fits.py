@@ -25,19 +25,19 @@ LEAST_SIZES: Final = 5
 
 
 class FittedLine(NamedTuple):
-    """Linear model of an operation's time: seconds = ``latency_s`` + ``s_per_byte`` * bytes."""
+    """Linear model of the time of a message or collective: seconds = ``latency_s`` + ``s_per_byte`` * bytes."""
 
     latency_s: float
     s_per_byte: float
 
     def at(self, nbytes: float) -> float:
-        """Return the fitted time in seconds for a message of ``nbytes`` bytes."""
+        """Return the modelled seconds for ``nbytes`` bytes."""
         return self.latency_s + self.s_per_byte * nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedPieces:
-    """Piecewise linear model of an operation's time, with one line per range of message sizes."""
+    """Piecewise linear model of the time of a message or collective: one line per range of message sizes."""
 
     from_bytes: float
     until_bytes: tuple[float, ...]  # largest size of each range
@@ -47,11 +47,11 @@ class FittedPieces:
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error at sizes that the fit did not use, or NaN if there are none."""
+        """Largest absolute relative error at ``unseen_bytes``, or NaN if ``unseen_bytes`` is empty."""
         return max((abs(error) for error in self.errors), default=math.nan)
 
     def seconds(self, nbytes: float) -> float:
-        """Return the fitted seconds for ``nbytes`` bytes. Outside all ranges, the nearest line is used."""
+        """Return the modelled seconds for ``nbytes`` bytes. Outside all ranges, use the line of the nearest range."""
         for limit, line in zip(self.until_bytes, self.lines, strict=True):
             if nbytes <= limit:
                 return line.at(nbytes)
@@ -59,10 +59,10 @@ class FittedPieces:
 
 
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], required_sizes: Sequence[float] = ()) -> FittedPieces:
-    """Fit ``seconds`` by a piecewise linear function of the message sizes ``nbytes``. Raises UsageError.
+    """Fit a piecewise linear function to ``seconds`` by message size ``nbytes``. Raises UsageError for invalid data.
 
-    ``required_sizes``: sizes that the fit must use. Of the other sizes, every second one measures the error of the
-    fit.
+    ``required_sizes``: sizes that the fit always uses. Of all other sizes, the fit leaves out every second size, to
+    measure the error.
     """
     sizes, times = _medians(nbytes, seconds)
     # Every second size is left out, to measure the error of the fit. The largest size is always fitted.
@@ -139,7 +139,7 @@ def _cheapest(
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Fit a line to ``times`` by message size. Return (line, Huber loss of its relative errors)."""
+    """Fit a line to ``times`` as a function of message ``sizes``. Return (line, Huber loss of the relative errors)."""
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
     # Iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Intercept and slope are at least 0.

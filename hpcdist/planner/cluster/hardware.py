@@ -71,9 +71,9 @@ _BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bit
 
 
 def parse(text: str, dimension: str) -> float:
-    """Convert ``text``, such as "5 us", to a number in base units. Raises ConfigurationError.
+    """Convert a quantity ``text``, such as "5 us", to a number in base units. Raises ConfigurationError.
 
-    ``dimension``: kind of quantity, such as "time" or "bytes".
+    ``dimension``: expected kind of quantity, such as "time" or "bytes".
     """
     units = UNITS[dimension]
     example = f"{_NAMES[dimension]} such as {EXAMPLES[dimension]}"
@@ -94,7 +94,7 @@ def parse(text: str, dimension: str) -> float:
 
 
 def text(value: float, dimension: str) -> str:
-    """Format ``value`` of a ``dimension``, such as "time", as the shortest exact text, such as "5 us"."""
+    """Return the shortest exact text, such as "5 us", for ``value`` in base units of ``dimension``, such as "time"."""
     spellings = []
     for unit, factor in UNITS[dimension].items():
         if "bit" in unit or not unit.isascii():
@@ -109,7 +109,7 @@ def text(value: float, dimension: str) -> str:
 
 
 def rough(value: float, dimension: str) -> str:
-    """Format ``value`` of a ``dimension``, such as "time", with 3 digits and a unit, such as "5.23 us"."""
+    """Return ``value`` in base units of ``dimension``, such as "time", as a text with 3 digits, such as "5.23 us"."""
     units = {unit: factor for unit, factor in UNITS[dimension].items() if "bit" not in unit and "i" not in unit[:2]}
     best = max(units, key=lambda unit: (units[unit] <= value, units[unit] if units[unit] <= value else -units[unit]))
     return f"{value / units[best]:.3g} {best}"
@@ -135,7 +135,7 @@ def _wrong(unit: str, dimension: str) -> str:
 
 
 class QuantityField(NamedTuple):
-    """Name, type and inclusive bounds of a field in a cluster file."""
+    """Declaration of a field in a cluster file: key, kind of value, and inclusive bounds."""
 
     key: str
     kind: str = "text"  # "count", "number", "text", or a quantity such as "time"
@@ -151,7 +151,7 @@ OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyCurve:
-    """Fraction of the peak FLOP rate reached by matrix products: ``shares[i]`` at product size ``sizes[i]``."""
+    """Fractions of the peak FLOP rate that matrix products reach: ``shares[i]`` for products of size ``sizes[i]``."""
 
     # Size of (m, k) times (k, n): the harmonic mean of m, k and n. Between sizes, the fraction is linear in log(size).
 
@@ -161,7 +161,7 @@ class EfficiencyCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Computing device: a GPU, a die of a GPU, or a CPU core."""
+    """Device that one rank uses: a GPU, a die of a GPU, or a CPU core."""
 
     name: str
     peak_flops: Annotated[Mapping[str, float], QuantityField("flops", "flops", 100e6, 1e18)]  # FLOP/s by data type
@@ -182,13 +182,13 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether the device is an accelerator such as a GPU, according to its peak FLOP rate."""
+        """True if the peak FLOP rate of the device is at least `ACCELERATOR_FLOPS`, as on GPUs."""
         return max(self.peak_flops.values(), default=0.0) >= ACCELERATOR_FLOPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """Network links that join each group of ``devices`` consecutive devices, such as those in a node."""
+    """Links of one kind, such as NVLink, which join each group of ``devices`` consecutive devices."""
 
     # Two devices communicate over the fastest level that joins them.
 
@@ -203,7 +203,7 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFit:
-    """Fitted time of an operation: ``latency_s[i] + bytes * s_per_byte[i]`` in range i of message sizes."""
+    """Fitted seconds of an operation: ``latency_s[i] + bytes * s_per_byte[i]`` for message sizes in range i."""
 
     operation: str  # one of `OPERATIONS`
     ranks: Annotated[int, QuantityField("ranks", "count", 1, 1e7)]
@@ -221,7 +221,7 @@ class MeasuredFit:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStorage:
-    """Bandwidth of the parallel file system, for all nodes together and for one node."""
+    """Read and write bandwidth of the parallel file system, for all nodes together and for one node."""
 
     write_bytes_per_s: Annotated[float, QuantityField("write", "bandwidth", 1e6, 1e15)]
     read_bytes_per_s: Annotated[float, QuantityField("read", "bandwidth", 1e6, 1e15)]
@@ -231,7 +231,7 @@ class ClusterStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
-    """Number of devices, power and host memory of a node."""
+    """Node of a cluster: number of devices, power without devices, and host memory."""
 
     devices: Annotated[int, QuantityField("devices", "count", 1, 1024)]
     host_w: Annotated[float, QuantityField("host", "power", 1, 100e3, zero=True)] = 0.0  # power without devices
@@ -241,7 +241,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
-    """Mean time between failures of a node, and time to restart a job after a failure."""
+    """Mean time between two failures of the same node, and time to restart a job after a failure."""
 
     node_mtbf_s: Annotated[float, QuantityField("node_mtbf", "time", 3600, 1000 * UNITS["time"]["years"])]
     restart_s: Annotated[float, QuantityField("restart", "time", 1, 86400)]
@@ -249,7 +249,7 @@ class FailureRates:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSite:
-    """Power usage effectiveness (PUE), carbon intensity and prices of a computing site. None: unknown."""
+    """Power usage effectiveness (PUE), carbon intensity and prices of a site. Unknown values are None."""
 
     pue: Annotated[float | None, QuantityField("pue", "number", 1, 5)] = None
     carbon_g_per_kwh: Annotated[float | None, QuantityField("carbon", "carbon", 0, 2000, zero=True)] = None
@@ -261,7 +261,7 @@ class ClusterSite:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hardware, storage, failure rates and prices of a cluster."""
+    """Description of a cluster: devices, nodes, links, storage, failure rates, and prices of the site."""
 
     name: str
     about: str
@@ -278,17 +278,17 @@ class Cluster:
 
     @property
     def most_mfu(self) -> float:
-        """Highest MFU that plans may predict, or 0 for no limit. A calibrated cluster has no limit."""
+        """Highest MFU that a plan may predict, or 0 if any MFU is allowed, as on a calibrated cluster."""
         return 0.0 if self.calibrated else self.device.best_mfu
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the cluster."""
+        """Number of nodes, including a last node with fewer devices."""
         return -(-self.devices // self.node.devices)
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigurationError if values of ``cluster`` contradict each other."""
+    """Raise ConfigurationError if values of ``cluster`` contradict each other or are not plausible."""
     _check_device(cluster.device)
     _check_levels(cluster.levels, cluster.devices)
     _check_boxes(cluster)
@@ -307,16 +307,16 @@ def validate(cluster: Cluster) -> None:
 
 def _check_device(device: Device) -> None:
     if not device.peak_flops:
-        raise ConfigurationError("device.flops is empty; expected a peak FLOP rate of a data type, e.g. bfloat16")
+        raise ConfigurationError("device.flops is empty; add the peak FLOP rate of a data type, e.g. bfloat16")
     for kind, peak in device.peak_flops.items():
         if kind not in device.matmul:
-            raise ConfigurationError(f"device.matmul.{kind} is missing: add a curve, or remove device.flops.{kind}")
+            raise ConfigurationError(f"device.matmul.{kind} is missing; add this curve, or remove device.flops.{kind}")
         fed = device.memory_bytes_per_s / ITEM_BYTES[kind]
         if peak < fed:
             raise ConfigurationError(
                 f"device.flops.{kind} of {rough(peak, 'flops')} is not plausible: device.memory_bandwidth of "
                 f"{rough(device.memory_bytes_per_s, 'bandwidth')} supplies {fed:.3g} {kind} numbers per second, more "
-                "than the device could process at this peak; check the units of both"
+                "than the device could process at this peak; check the units of both keys"
             )
     for kind, curve in device.matmul.items():
         if kind not in device.peak_flops:
@@ -325,19 +325,19 @@ def _check_device(device: Device) -> None:
             )
         if len(curve.sizes) != len(curve.shares):
             raise ConfigurationError(
-                f"the curve device.matmul.{kind} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected "
-                "equal numbers"
+                f"the curve device.matmul.{kind} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; write "
+                "one share per size"
             )
         _check_ascending(curve.sizes, f"device.matmul.{kind}.sizes")
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
         raise ConfigurationError(
             f"device.memory_bandwidth of {rough(device.memory_bytes_per_s, 'bandwidth')} is not plausible: reading the "
-            f"memory of {rough(device.memory_bytes, 'bytes')} once would take more than 1000 s; check the units"
+            f"memory of {rough(device.memory_bytes, 'bytes')} once would take more than 1000 s; check both units"
         )
     if device.reserved_bytes >= device.memory_bytes:
         raise ConfigurationError(
             f"device.reserved of {rough(device.reserved_bytes, 'bytes')} must be less than device.memory, "
-            f"{rough(device.memory_bytes, 'bytes')}"
+            f"{rough(device.memory_bytes, 'bytes')}; correct one of the two keys"
         )
     if device.idle_w > device.peak_w:
         raise ConfigurationError(
@@ -360,9 +360,9 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
             )
         if outer.bytes_per_s > inner.bytes_per_s:
             raise ConfigurationError(
-                f"{two_levels} do not nest: levels must be sorted from the fastest links outwards, but a device sends "
-                f"{rough(inner.bytes_per_s, 'bandwidth')} in the inner and {rough(outer.bytes_per_s, 'bandwidth')} in "
-                "the outer level; swap the two levels, or correct their bandwidths"
+                f"{two_levels} are in the wrong order: levels must be sorted from the fastest links outwards, but the "
+                f"first has {rough(inner.bytes_per_s, 'bandwidth')} and the second has "
+                f"{rough(outer.bytes_per_s, 'bandwidth')} per device; swap the levels, or correct their bandwidths"
             )
     for level in levels:
         if level.alone_bytes_per_s and level.alone_bytes_per_s < level.bytes_per_s:
@@ -387,8 +387,8 @@ def _check_boxes(cluster: Cluster) -> None:
     for level in cluster.levels:
         if level.devices and level.devices % box and box % level.devices:
             raise ConfigurationError(
-                f"level {level.name!r} joins {level.devices} devices, but a node has {box} devices: the groups of a "
-                "level must be whole nodes, or divide a node; change `devices` of this level, or node.devices"
+                f"level {level.name!r} joins {level.devices} devices, but a node has {box} devices: a level must "
+                "join whole nodes, or divide a node evenly; change `devices` of this level, or node.devices"
             )
 
 
@@ -424,7 +424,7 @@ def _check_fit(fit: MeasuredFit, fit_name: str, levels: Sequence[str]) -> None:
     if fit.from_bytes > fit.until_bytes[-1]:
         raise ConfigurationError(
             f"`from` of {fit_name} is {rough(fit.from_bytes, 'bytes')}, but must be at most the last value of "
-            f"`until`, {rough(fit.until_bytes[-1], 'bytes')}"
+            f"`until`, {rough(fit.until_bytes[-1], 'bytes')}; lower `from`"
         )
 
 

@@ -30,15 +30,15 @@ def names() -> tuple[str, ...]:
 
 
 def read(name_or_path: str) -> Cluster:
-    """Read the cluster ``name_or_path``: a shipped cluster or a file. Raises ConfigurationError or StorageError."""
+    """Read a shipped cluster by name, or a cluster file by path. Raises ConfigurationError or StorageError."""
     path = _path_of(name_or_path)
     if "\0" in name_or_path:
-        raise ConfigurationError(f"the cluster {name_or_path!r} is not a valid path of a file")
+        raise ConfigurationError(f"the cluster {name_or_path!r} is not a valid path of a file; correct the path")
     return of_tree(regular.settings(path, "the cluster"), str(path))
 
 
 def of_tree(tree: Mapping[str, Any], file_name: str) -> Cluster:
-    """Return the cluster in the parsed TOML ``tree``. Raises ConfigurationError that mentions ``file_name``."""
+    """Return the cluster in the parsed TOML ``tree``. ``file_name``: file to name in a ConfigurationError."""
     try:
         cluster: Cluster = _TABLES.read(Cluster, tree)
         hardware.validate(cluster)
@@ -48,7 +48,7 @@ def of_tree(tree: Mapping[str, Any], file_name: str) -> Cluster:
 
 
 def assumptions(cluster: Cluster) -> tuple[str, ...]:
-    """Return the assumptions that the file of ``cluster`` declares, as texts "section: assumption"."""
+    """Return the assumptions in the cluster file, as texts "SECTION: ASSUMPTION"."""
     return tuple(
         f"{section}: {part.strip()}"
         for section, source in cluster.sources.items()
@@ -58,7 +58,7 @@ def assumptions(cluster: Cluster) -> tuple[str, ...]:
 
 
 def dump(cluster: Cluster) -> str:
-    """Return ``cluster`` as the text of a cluster file."""
+    """Return the text of a cluster file, in TOML, that describes ``cluster``."""
     return "\n".join(_TABLES.lines(cluster)) + "\n"
 
 
@@ -68,8 +68,8 @@ def _path_of(name_or_path: str) -> Path:
     if name_or_path not in names():
         near = nearest(name_or_path, names())
         raise ConfigurationError(
-            f"there is no cluster {name_or_path!r}; {f'the nearest is {near!r}; ' if near else ''}known are "
-            f"{', '.join(names())}, and any file FILE.toml"
+            f"there is no cluster {name_or_path!r}; {f'the nearest is {near!r}; ' if near else ''}choose one of "
+            f"{', '.join(names())}, or the path of a file FILE.toml"
         )
     return FOLDER / f"{name_or_path}.toml"
 
@@ -82,7 +82,7 @@ def _leaf(raw: Any, field: Field, where: str) -> Any:
     if not field.is_list:
         return _base_value(raw, quantity, where)
     if not isinstance(raw, list) or not raw:
-        raise ConfigurationError(f"{where} is {raw!r}; expected a list of at least one number")
+        raise ConfigurationError(f"{where} is {raw!r}; expected a list with at least one value")
     return tuple(_base_value(number, quantity, f"{where}[{index}]") for index, number in enumerate(raw))
 
 
@@ -106,7 +106,7 @@ def _base_value(raw: Any, quantity: QuantityField, where: str) -> Any:
     low, high = (f"{end:g}" if plain else hardware.rough(end, kind) for end in (quantity.low, quantity.high))
     or_zero = ", or 0" if quantity.zero and quantity.low > 0 else ""
     raise ConfigurationError(
-        f"{where} of {raw} is not plausible; expected {low} to {high}{or_zero}: is it in another unit?"
+        f"{where} of {raw} is not plausible; expected {low} to {high}{or_zero}; check the unit of the value"
     )
 
 

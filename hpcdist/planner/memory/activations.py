@@ -35,7 +35,7 @@ HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
-    """Activation bytes per sample of one model layer (embedding, transformer block or head)."""
+    """Activation bytes per sample of one model layer, such as embedding, transformer block or head, on a device."""
 
     kept: float  # stored from forward to backward
     held: float = 0.0  # stored until a separate weight-gradient pass
@@ -44,7 +44,7 @@ class UnitActivations(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """Activation bytes of a transformer block before sharding."""
+    """Activation bytes of a transformer block per sample, before tensor parallelism shards them."""
 
     between: float  # replicated by tensor ranks
     cut: float  # sharded by tensor ranks
@@ -54,7 +54,7 @@ class BlockActivations(NamedTuple):
 
 
 def itemsize(layout: ParallelLayout) -> int:
-    """Return the bytes per element of the activations between model layers."""
+    """Return the bytes per element of the activations that one model layer passes to the next layer."""
     if layout.precision == "float64":
         return 8
     is_wide = layout.precision == "float32" or layout.activations == "float32"
@@ -62,7 +62,7 @@ def itemsize(layout: ParallelLayout) -> int:
 
 
 def unit_activations(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
-    """Return the activation bytes of each layer group in ``description.units``, in model order."""
+    """Return a tuple with the activation bytes of one layer of each group in ``description.units``."""
     size, by_tokens = itemsize(layout), layout.sequence_parallel
     if not layout.kernels.measures_arrays and description.shape is not None:
         shape = description.shape
@@ -71,7 +71,7 @@ def unit_activations(description: ModelDescription, layout: ParallelLayout) -> t
 
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Return True if attention scores take over half of a block's activation memory. ``description``: model."""
+    """Return True if stored attention scores take over half of the activation memory of a transformer block."""
     if layout.kernels.tiles_attention or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
@@ -80,9 +80,9 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return (sizes of attention in layer ``unit`` on a rank, name of its context-parallel method).
+    """Return (sizes of the attention of layer ``unit`` on one rank, name of the context-parallel method).
 
-    ``samples``: samples per micro-batch.
+    ``samples``: number of samples per micro-batch.
     """
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
@@ -193,9 +193,9 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...]) -> float:
-    """Return the bytes of tokens that a rank sends to experts per micro-batch, in its largest layer.
+    """Return the bytes of tokens that a rank sends to experts per micro-batch, in the layer with the most bytes.
 
-    ``unit_indices``: the rank's layers, as indices in ``description.units``.
+    ``unit_indices``: layers of the rank, as indices in ``description.units``.
     """
     if layout.expert == 1:
         return 0.0
@@ -204,10 +204,7 @@ def row_bytes(description: ModelDescription, layout: ParallelLayout, unit_indice
 
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the peak activation bytes per sample if the blocks' activations are recomputed block by block.
-
-    ``description``: model.
-    """
+    """Return the peak activation bytes per sample if backward recomputes the activations of one block at a time."""
     size = itemsize(layout)
     peak = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
     if layout.context == 1:
@@ -231,10 +228,10 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, unit_indices: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return the bytes of temporary arrays that hpcdist's kernels need for some layers on a device.
+    """Return the bytes of temporary arrays that hpcdist's kernels need on a device for the layers ``unit_indices``.
 
-    ``unit_indices``: the layers, as indices in ``description.units``. ``accumulates``: gradients are added over
-    several micro-batches.
+    ``unit_indices``: indices in ``description.units``. ``accumulates``: True if a step sums the gradients of several
+    micro-batches.
     """
     # Temporary arrays of the same name share memory. Accumulation adds a temporary weight gradient. Float32 copies of
     # 16-bit parameters and gradients are not included.

@@ -45,15 +45,15 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the micro-batches in flight on pipeline rank ``rank`` at each time at which its memory use may peak.
+    """Return a tuple of the moments at which the activation memory of pipeline rank ``rank`` may peak.
 
-    ``ranks``: number of pipeline ranks. ``chunks``: model chunks per rank.
+    A moment is a tuple with one `LiveMicroBatches`, the numbers of micro-batches in flight, per model chunk of the
+    rank. ``ranks``: number of pipeline ranks. ``chunks``: number of model chunks per rank.
     """
-    # One `LiveMicroBatches` per model chunk of the rank, for each time at which the memory use may peak.
     if schedule == FILE:
         raise ConfigurationError(
-            f"the planner cannot compute the activation memory of the schedule {schedule!r}, whose passes come from a "
-            f"file; choose one of {', '.join(SCHEDULES)}"
+            f"the planner cannot compute the activation memory of the schedule {schedule!r}, because a file defines "
+            f"this schedule; choose one of {', '.join(SCHEDULES)}"
         )
     chunks_per_rank = check_schedule(schedule, ranks, microbatches, chunks)
     row = SCHEDULES[schedule]
@@ -104,7 +104,7 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Layers and numbers of parameters of one pipeline rank."""
+    """Share of one pipeline rank in the model: layers, and numbers of parameters by kind."""
 
     # Units are given as indices in the model description. Dense parameters are all parameters outside experts.
 
@@ -124,9 +124,9 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, split_key: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the `PipelinePart` (layers) of each pipeline rank whose memory use may be the highest.
+    """Return the `PipelinePart` of every pipeline rank on which the memory use may be the highest.
 
-    ``description``: model. ``split_key``: layout fields that determine the split.
+    ``description``: the model to split. ``split_key``: layout fields that determine the split.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, split_key)):
@@ -138,9 +138,9 @@ def parts(description: ModelDescription, split_key: SplitKey) -> tuple[PipelineP
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, split_key: SplitKey, rank: int) -> PipelinePart:
-    """Return the `PipelinePart` (layers) of pipeline rank ``rank``. Raises ConfigurationError for too few layers.
+    """Return the `PipelinePart` of pipeline rank ``rank``. Raises ConfigurationError if the model has too few layers.
 
-    ``description``: model. ``split_key``: layout fields that determine the split.
+    ``description``: the model that is split. ``split_key``: layout fields that determine the split.
     """
     grouped = [chunk.shares for chunk in chunks_of_split(description, split_key) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]
@@ -195,7 +195,7 @@ Alive = tuple[tuple[int, Count], ...]  # (unit index, count)
 
 
 class StepMemory(NamedTuple):
-    """Bytes on a pipeline rank that do not depend on the micro-batch size."""
+    """Memory of a pipeline rank, in bytes, that does not depend on the micro-batches, such as parameters."""
 
     parameters: float
     gradients: float
@@ -206,7 +206,7 @@ class StepMemory(NamedTuple):
 
 
 class MicrobatchMemory(NamedTuple):
-    """Bytes on a pipeline rank that depend on the size or number of micro-batches."""
+    """Memory of a pipeline rank, in bytes, that depends on the size or number of micro-batches, such as activations."""
 
     activations: float
     messages: float  # pipeline messages and expert all-to-alls
@@ -218,9 +218,10 @@ class MicrobatchMemory(NamedTuple):
 def memory(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> MemoryEstimate:
-    """Return the memory use, by purpose, of the device with the highest use.
+    """Return the memory use by purpose, such as "activations", of the device with the highest total use.
 
-    ``description``: model. ``global_batch``: samples per step. Raises ConfigurationError for an invalid layout.
+    ``description``: the model to train. ``global_batch``: number of samples per step. Raises ConfigurationError if
+    ``layout`` is invalid.
     """
     many, split_key = layout.microbatches(global_batch), SplitKey.of(layout)
     lasting = _lasting(description, split_key, _lasting_of(layout))
@@ -242,9 +243,9 @@ def memory(
 def by_rank(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[dict[str, float], ...]:
-    """Return a tuple with, for each pipeline rank, a dict {purpose, such as "activations": bytes}.
+    """Return a tuple of one dict {purpose, such as "activations": bytes} per pipeline rank.
 
-    ``description``: model. Raises ConfigurationError.
+    ``description``: the model to train. Raises ConfigurationError if ``layout`` is invalid.
     """
     many, split_key, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []

@@ -29,7 +29,7 @@ FLOAT32: Final = 4  # bytes
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes of a parameter, its gradient and its optimizer state, without sharding."""
+    """Bytes of the model states of one parameter before sharding: value, gradient and optimizer state."""
 
     parameter: int
     gradient: int
@@ -37,7 +37,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Bytes of a device's sharded model states, per parameter of its pipeline stage."""
+    """Bytes of sharded model states on a device, divided by the number of parameters of the pipeline stage."""
 
     parameter: float
     gradient: float
@@ -46,12 +46,12 @@ class ModelStates(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Total bytes of model states per parameter."""
+        """Bytes per parameter of values, gradients and optimizer state together."""
         return self.parameter + self.gradient + self.optimizer
 
 
 def unsharded(layout: ParallelLayout) -> ParameterBytes:
-    """Return the `ParameterBytes`: bytes of a parameter, its gradient and its optimizer state before sharding."""
+    """Return the bytes of a parameter, of the gradient and of the optimizer state before ``layout`` shards them."""
     slots = layout.optimizer_slots
     if layout.precision in ("float32", "float64"):
         size = 4 if layout.precision == "float32" else 8
@@ -66,7 +66,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes of a device's sharded model states per parameter."""
+    """Return the bytes per parameter of sharded model states on a device. ``experts``: True for expert parameters."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -125,7 +125,7 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def layer_copy_bytes(layout: ParallelLayout, layer_parameters: float) -> float:
-    """Return the bytes of a device's temporary copies of one layer, such as parameters gathered by ZeRO-3.
+    """Return the bytes of temporary copies of one layer on a device, such as parameters that ZeRO-3 gathers.
 
     ``layer_parameters``: number of parameters of the layer before sharding.
     """
@@ -141,10 +141,10 @@ def layer_copy_bytes(layout: ParallelLayout, layer_parameters: float) -> float:
 def buffer_bytes(
     layout: ParallelLayout, parameters: float, largest_layer_parameters: float, bucket_bytes: float = BUCKET_BYTES
 ) -> float:
-    """Return the bytes of a device's buffers for hpcdist's collectives on the data axis.
+    """Return the bytes of the buffers that hpcdist's collectives on the data axis need on a device.
 
-    ``parameters``: number on the device. ``largest_layer_parameters``: number in the largest layer.
-    ``bucket_bytes``: size of a gradient bucket.
+    ``parameters``: number of parameters on the device. ``largest_layer_parameters``: number of parameters in the
+    largest layer. ``bucket_bytes``: size of a gradient bucket.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, largest_layer_parameters / layout.tensor
@@ -163,9 +163,9 @@ def buffer_bytes(
 
 
 def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
-    """Return ``estimate`` with the additional memory of gradient buckets of ``bucket_bytes`` bytes.
+    """Return a copy of ``estimate`` for gradient buckets of ``bucket_bytes`` bytes.
 
-    Buckets of the default size need no additional memory.
+    ``estimate`` already includes buckets of the default size. Larger buckets need additional memory.
     """
     if bucket_bytes <= BUCKET_BYTES or not layout.kernels.grows_buckets:
         return estimate
@@ -185,7 +185,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return {purpose, such as "gradients": bytes} on a parameter server for the model ``description``."""
+    """Return the memory use {purpose, such as "gradients": bytes} of a dedicated parameter server."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ProductShape(NamedTuple):
-    """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns)."""
+    """Matrix product of one sample: input of shape (rows, inner) times weight of shape (inner, columns)."""
 
     rows: int
     inner: int
@@ -22,7 +22,7 @@ class ProductShape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Sizes of attention: ``heads`` query heads of ``size`` columns each, over ``context`` tokens."""
+    """Sizes of an attention layer, with ``heads`` query heads of ``size`` columns and ``context`` tokens."""
 
     heads: int
     kv_heads: int
@@ -34,13 +34,13 @@ class AttentionShape(NamedTuple):
 
     @property
     def every_pair(self) -> float:
-        """Number of query-key pairs without a causal mask, as in the usual FLOP formulas."""
+        """Query-key pairs per head and sample without a causal mask. The usual FLOP formulas count these pairs."""
         return self.within or self.context * min(self.window or self.context, self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUnit:
-    """Group of ``count`` identical consecutive layers. All other values are for one layer."""
+    """Group of ``count`` identical consecutive layers of a model. All other fields describe one layer."""
 
     name: str  # embedding, block (transformer), head, layer (mlp) or convolution
     count: int
@@ -57,13 +57,13 @@ class ModelUnit:
     counted: "Counted | None" = field(default=None, compare=False, repr=False)
 
     def __hash__(self) -> int:
-        """Hash only a few fields, because units are often used as dictionary keys."""
+        """Return a hash of a few fields only, which is fast: units are often dictionary keys."""
         return hash((self.name, self.count, self.parameters, self.moved))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Sizes and options of a transformer, named as in `hpcdist.models.config.ModelConfig`."""
+    """Sizes and options of a transformer, with the field names of `hpcdist.models.config.ModelConfig`."""
 
     layers: int
     hidden: int
@@ -87,7 +87,7 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Model as a sequence of ``units``: groups of equal consecutive layers (embedding, blocks, head)."""
+    """Model for the planner: a sequence of ``units``, which are groups of identical consecutive layers."""
 
     name: str
     units: tuple[ModelUnit, ...]
@@ -98,15 +98,15 @@ class ModelDescription:
     sample_bytes: int = 0  # read from storage per sample; 0: four bytes per token
 
     def __hash__(self) -> int:
-        """Hash only a few fields, because a hash over all units is slow."""
+        """Return a hash of a few fields only, because hashing all units is slow."""
         return hash((self.name, self.tokens, self.width, self.tied_parameters, len(self.units)))
 
     @property
     def parameters(self) -> int:
-        """Number of trained parameters. Tied tensors count once."""
+        """Number of trained parameters. A tied tensor counts only once."""
         return sum(unit.count * unit.parameters for unit in self.units)
 
     @property
     def stages(self) -> int:
-        """Maximum number of pipeline stages: the number of layers, including embedding and head."""
+        """Largest possible number of pipeline stages, which is the number of layers with embedding and head."""
         return sum(unit.count for unit in self.units)

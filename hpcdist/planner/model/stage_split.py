@@ -32,10 +32,7 @@ from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:
-    """Return the FLOPs of a training step on all devices.
-
-    ``description``: model. ``global_batch``: samples per step.
-    """
+    """Return the FLOPs of a training step of ``global_batch`` samples, summed over all devices."""
     is_tiled = layout.kernels.tiles_attention
     model, hardware, exact, executed = _of_sample(description, layout.recompute, is_tiled)
     if is_tiled and layout.recompute == "full":
@@ -52,7 +49,7 @@ def step_flops(description: ModelDescription, layout: ParallelLayout, global_bat
 
 
 def matrix_flops(unit: ModelUnit) -> float:
-    """Return the forward FLOPs per sample of the matrix products in layer ``unit``."""
+    """Return the forward FLOPs per sample of the matrix products in one layer of the group ``unit``."""
     return sum(
         2.0 * product.rows * product.inner * product.columns * product.experts * product.share
         for product in unit.products
@@ -60,18 +57,12 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs per sample of layer ``unit``.
-
-    Keyword ``exact``: True excludes the masked query-key pairs.
-    """
+    """Return the forward FLOPs per sample of one layer of ``unit``, without masked query-key pairs if ``exact``."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs per sample of attention in layer ``unit``.
-
-    Keyword ``exact``: True excludes masked query-key pairs.
-    """
+    """Return the forward FLOPs per sample of attention in one layer. ``exact``: True excludes masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -113,7 +104,7 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """Group of ``times`` equal consecutive layers in a pipeline chunk."""
+    """Group of ``times`` identical consecutive layers in one pipeline chunk."""
 
     unit: ModelUnit  # description of one layer
     times: int
@@ -121,14 +112,14 @@ class UnitGroup(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Consecutive layers of the model on one pipeline rank."""
+    """Pipeline chunk: consecutive layers of the model that one pipeline rank computes."""
 
     rank: int
     shares: tuple[UnitGroup, ...]  # groups of equal layers, in model order
 
 
 class SplitKey(NamedTuple):
-    """Cache key: the fields of a layout that determine how the model is split into pipeline stages."""
+    """Fields of a layout that determine the split of a model into pipeline stages, for use as cache key."""
 
     pipeline: int
     chunks: int
@@ -138,7 +129,7 @@ class SplitKey(NamedTuple):
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> "SplitKey":
-        """Return the `SplitKey` of ``layout``."""
+        """Return the `SplitKey` of ``layout``. Layouts with an equal split have equal keys."""
         row = SCHEDULES.get(layout.schedule)
         schedule = "1f1b" if row is not None and row.most == 1 else layout.schedule  # all with one chunk per rank
         recompute = "full" if layout.recompute == "full" else "none"
@@ -146,32 +137,23 @@ class SplitKey(NamedTuple):
 
     @property
     def layout(self) -> ParallelLayout:
-        """Layout with the fields of this key. All other fields have their default values."""
+        """A layout with the fields of this key, and default values in all other fields."""
         return ParallelLayout(**self._asdict())
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return a tuple of the layer groups of each pipeline rank. Raises ConfigurationError for too few layers.
-
-    ``description``: model.
-    """
+    """Return a tuple of layer groups per pipeline rank. Raises ConfigurationError if the model has too few layers."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
 def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks of the model ``description``, in model order.
-
-    Raises ConfigurationError for fewer layers than chunks.
-    """
+    """Return all pipeline chunks, in model order. Raises ConfigurationError for fewer layers than chunks."""
     return chunks_of_split(description, SplitKey.of(layout))
 
 
 @lru_cache(maxsize=4096)
 def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layer groups of each pipeline rank.
-
-    ``description``: model. ``split_key``: layout fields that determine the split.
-    """
+    """Return the result of `stages` for a layout with the fields ``split_key``."""
     if split_key.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
     by_rank: list[list[UnitGroup]] = [[] for _ in range(split_key.pipeline)]
@@ -182,10 +164,7 @@ def stages_of_split(description: ModelDescription, split_key: SplitKey) -> tuple
 
 @lru_cache(maxsize=4096)
 def chunks_of_split(description: ModelDescription, split_key: SplitKey) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks of the model ``description``, in model order.
-
-    ``split_key``: layout fields that determine the split.
-    """
+    """Return the result of `chunks` for a layout with the fields ``split_key``."""
     ranks, chunks_per_rank, schedule, implementation, recompute = split_key
     row = SCHEDULES.get(schedule)
     if row is not None and row.most is not None and ranks > 1:
@@ -292,15 +271,12 @@ AT_ONCE: Final = ("1f1b", "interleaved")  # the last chunk's backward follows it
 
 
 def recomputes_ahead(layout: ParallelLayout) -> bool:
-    """Return True if pipeline ranks recompute activations while they wait for the output gradient."""
+    """Return True if pipeline ranks recompute activations before the output gradient arrives."""
     return layout.kernels.recomputes_ahead and layout.pipeline > 1 and layout.recompute == "full"
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return a `StageChunk` per pipeline chunk, in model order, with the layers of the chunk that are recomputed.
-
-    ``description``: model. Raises ConfigurationError.
-    """
+    """Return one `StageChunk` per pipeline chunk, in model order, which has only the recomputed layers of the chunk."""
     # Full, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
     # Full, in hpcdist on several pipeline ranks: all units; with 1f1b and interleaved, not in the last chunk.
     # Selective: units with attention; in hpcdist, no units.

@@ -44,9 +44,9 @@ _COMMON: Final = (
 
 
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
-    """Return the `ModelDescription` of a transformer with the sizes ``shape``. Raises ConfigurationError if invalid.
+    """Return the description of a transformer of the sizes ``shape``. Raises ConfigurationError for invalid sizes.
 
-    ``name``: name of the model in reports. ``documents``: query-key pairs of packed documents, or None.
+    ``name``: name of the model in reports. ``documents``: query-key pairs of packed samples, or None if not packed.
     """
     _check(shape)
     config = config_of(shape)
@@ -72,7 +72,7 @@ def of_config(
     classes: int = 0,
     documents: counts.DocumentPairs | None = None,  # statistics of the documents in packed samples
 ) -> ModelDescription:
-    """Return the `ModelDescription` of the model in the recipe section ``config``. Raises ConfigurationError."""
+    """Return the description of the model in the recipe section ``config``. Raises ConfigurationError."""
     if config.kind in FOREIGN:
         raise ConfigurationError(
             f"model.kind = {config.kind!r}: the planner does not know the layers of this model, because "
@@ -107,7 +107,7 @@ def of_config(
 
 
 def config_of(shape: TransformerShape) -> ModelConfig:
-    """Return the recipe section [model] for a transformer of the sizes ``shape``."""
+    """Return the recipe section [model] that describes a transformer of the sizes ``shape``."""
     values: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
     if shape.experts == 1:
         values["shared_experts"] = 0
@@ -122,10 +122,7 @@ def config_of(shape: TransformerShape) -> ModelConfig:
 
 
 def inner(shape: TransformerShape) -> int:
-    """Return the width between the two linear layers of a feed-forward block or of one expert.
-
-    ``shape``: sizes of the transformer.
-    """
+    """Return the inner width of a feed-forward layer, or of one expert, in a transformer of the sizes ``shape``."""
     like = ModelConfig(hidden=shape.hidden, heads=1, activation="swiglu" if shape.gated else "gelu")
     return shape.feed_forward or like.inner
 
@@ -286,7 +283,7 @@ def _check(shape: TransformerShape) -> None:
         _positive(f"{name} of the model", getattr(shape, name))
     if shape.experts_per_token > shape.experts:
         raise ConfigurationError(
-            f"experts_per_token of the model is {shape.experts_per_token}; expected at most experts = {shape.experts}"
+            f"experts_per_token of the model is {shape.experts_per_token}; it must be at most experts = {shape.experts}"
         )
 
 
@@ -296,7 +293,7 @@ def names() -> tuple[str, ...]:
 
 
 def named(name: str) -> TransformerShape:
-    """Return the sizes of the published model ``name``. Raises ConfigurationError for an unknown name."""
+    """Return the sizes of the published model ``name``. Raises ConfigurationError if `names` lacks ``name``."""
     entry = _entry(name)
     return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
 

@@ -77,7 +77,7 @@ _MOST_BARS: Final = 150  # bars of a row: of longer steps, the beginning and the
 
 
 class TimelineBar(NamedTuple):
-    """Time during which pipeline rank ``stage`` is busy, drawn as a bar in a timeline of a step."""
+    """Bar in the timeline of a step: an interval in which pipeline rank ``stage`` does one kind of work."""
 
     stage: int
     kind: str  # key of `TIMELINE`, such as "forward"
@@ -89,7 +89,7 @@ class TimelineBar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTimeline:
-    """Timeline of a training step on all pipeline ranks."""
+    """Intervals of work of all pipeline ranks in one planned training step."""
 
     stages: int  # number of pipeline ranks
     bars: tuple[TimelineBar, ...]  # sorted by rank, then by time
@@ -99,9 +99,9 @@ class PlannedTimeline:
 def timeline(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> PlannedTimeline:
-    """Simulate a step, and return the `PlannedTimeline` of its pipeline ranks.
+    """Simulate one training step on all pipeline ranks, and return the intervals of work.
 
-    ``description``: model. Raises ConfigurationError for an impossible schedule.
+    ``description``: the model to train. Raises ConfigurationError if the schedule of ``layout`` is impossible.
     """
     m = layout.microbatches(global_batch)
     is_pipelined = layout.pipeline > 1
@@ -165,7 +165,7 @@ def _rank_loads(steps: "StepTimeline", chunks: Sequence[StageLoad]) -> list[Stag
 
 
 def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster: Cluster, file: Path) -> None:
-    """Save a plot of memory use, step time and ``timeline`` of the plan ``estimate`` as .png, .pdf or .svg ``file``."""
+    """Draw memory use, step time and ``timeline`` of the plan ``estimate`` to ``file`` (.png, .pdf or .svg)."""
     count = min(timeline.stages, _MOST_ROWS)
     stages = sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
     heights = [1.0, 1.0, 0.7 + 0.28 * len(stages)]

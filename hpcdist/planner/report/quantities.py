@@ -37,7 +37,7 @@ _PROPERTIES: Final = ("step_s", "mfu", "modelled_mfu", "is_capped", "hfu", "exac
 
 
 def figures(value: float, count: int = 3) -> str:
-    """Format ``value`` with ``count`` significant digits and thousands separators, such as "12,300"."""
+    """Return ``value`` as text with ``count`` significant digits and thousands separators, such as "12,300"."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     value = float(f"{value:.{count - 1}e}")
@@ -46,7 +46,7 @@ def figures(value: float, count: int = 3) -> str:
 
 
 def decimal(value: float, unit: str) -> str:
-    """Format ``value`` with an SI prefix, 3 significant digits and its ``unit``, such as "312 TFLOP/s"."""
+    """Return ``value`` in ``unit`` as text with an SI prefix and 3 significant digits, such as "312 TFLOP/s"."""
     for size, prefix in _DECIMAL:
         if abs(value) >= 0.9995 * size:
             return f"{figures(value / size)} {prefix}{unit}"
@@ -54,12 +54,12 @@ def decimal(value: float, unit: str) -> str:
 
 
 def nbytes(value: float) -> str:
-    """Format ``value`` bytes with a decimal prefix, such as "85.9 GB"."""
+    """Return a number of bytes as text with a decimal prefix, such as "85.9 GB"."""
     return decimal(value, "B").replace(" kB", " KB")
 
 
 def bytes_in_both(value: float) -> str:
-    """Format ``value`` bytes with a decimal and a binary prefix, such as "85.9 GB (80.0 GiB)"."""
+    """Return a number of bytes as text with decimal and binary prefixes, such as "85.9 GB (80.0 GiB)"."""
     for size, prefix in _BINARY:
         if abs(value) >= size:
             return f"{nbytes(value)} ({figures(value / size)} {prefix}B)"
@@ -67,12 +67,12 @@ def bytes_in_both(value: float) -> str:
 
 
 def between(seconds_range: tuple[float, float] | None) -> str:
-    """Format ``seconds_range``, a (minimum, maximum) pair, as " (1.3 s to 1.9 s)", and None as ""."""
+    """Return a (minimum, maximum) pair of seconds as text such as " (1.3 s to 1.9 s)", or "" for None."""
     return "" if seconds_range is None else f" ({seconds(seconds_range[0])} to {seconds(seconds_range[1])})"
 
 
 def seconds(value: float) -> str:
-    """Format ``value`` seconds in a suitable unit, such as "4.20 min". Infinity is "for ever"."""
+    """Return a number of seconds as text in a suitable unit, such as "4.20 min". Infinity gives "for ever"."""
     if not math.isfinite(value):
         return "for ever"
     if value == 0:
@@ -81,20 +81,20 @@ def seconds(value: float) -> str:
 
 
 def joules(value: float) -> str:
-    """Format ``value`` joules, with watt-hours if it is large: "3.60 MJ (1.00 kWh)"."""
+    """Return an energy in joules as text, such as "3.60 MJ (1.00 kWh)". Small energies have no watt-hours."""
     text = decimal(value, "J")
     return f"{text} ({decimal(value / 3600, 'Wh')})" if value >= 1e5 else text
 
 
 def grams(value: float) -> str:
-    """Format ``value`` grams of CO2 equivalents, such as "3.40 kgCO2e"."""
+    """Return a mass of CO2 equivalents in grams as text, such as "3.40 kgCO2e"."""
     if value >= 1e6:
         return f"{figures(value / 1e6)} tCO2e"
     return f"{figures(value / 1e3)} kgCO2e" if value >= 1e3 else f"{figures(value)} gCO2e"
 
 
 def large_count(value: float, count: int = 3) -> str:
-    """Format ``value``, such as "12,345". From a million on, use ``count`` significant digits: "1.75 million"."""
+    """Return ``value`` as text, such as "12,345". From a million on, with ``count`` digits, such as "1.75 million"."""
     for size, word in _WORDS:
         if value >= 0.9995 * size:
             return f"{figures(value / size, count)} {word}"
@@ -102,27 +102,27 @@ def large_count(value: float, count: int = 3) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``number`` and ``noun`` in the singular or plural, such as "2 micro-batches"."""
+    """Return a text of ``number`` and ``noun``, in the plural unless ``number`` is 1, such as "2 micro-batches"."""
     plural = "es" if noun.endswith("h") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def share(value: float) -> str:
-    """Format ``value``, a fraction, in percent, such as "44.1 %" for 0.441."""
+    """Return the fraction ``value`` as text in percent, such as "44.1 %" for 0.441."""
     return f"{100 * value:.1f} %"
 
 
 def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
-    """Wrap ``line`` to lines of ``width`` characters that start with ``indent``. Later lines have 2 more spaces."""
+    """Wrap ``line`` to lines of at most ``width`` characters, and return the lines.
+
+    The first line starts with ``indent``. All other lines start with ``indent`` and 2 spaces.
+    """
     wrapper = textwrap.TextWrapper(width, indent, f"{indent}  ", break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(line)
 
 
 def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> dict[str, Any]:
-    """Return all numbers of the plan ``estimate`` as a JSON object. Unknown or infinite numbers are null.
-
-    ``description``: model of the plan.
-    """
+    """Return the plan ``estimate`` as a dict of JSON values. Unknown and infinite numbers are None."""
     layout, memory = estimate.layout, estimate.memory
     fields = asdict(estimate)
     fields["layout"] |= {"devices": layout.devices, "microbatches": layout.microbatches(estimate.global_batch)}
@@ -136,20 +136,14 @@ def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster
 
 
 def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Compare two dicts of seconds. Return (name, ``terms[name] - other[name]``) pairs.
-
-    The pair with the largest absolute difference is first.
-    """
+    """Return pairs (name, ``terms[name] - other[name]``), sorted by absolute difference, the largest first."""
     names = [name for name in {**terms, **other} if terms.get(name) or other.get(name)]
     excess = [(name, terms.get(name, 0.0) - other.get(name, 0.0)) for name in names]
     return sorted(excess, key=lambda item: -abs(item[1]))
 
 
 def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
-    """Return a line that compares the step times of two plans, and names the terms, such as "bubble", that differ.
-
-    ``other``: the plan to compare with.
-    """
+    """Return a line that compares the step time of ``estimate`` with ``other``, and names the terms that differ."""
     gain_s = other.step_s - estimate.step_s
     excess = differences(estimate.timing.terms, other.timing.terms)
     shown = [(name, excess_s) for name, excess_s in excess if abs(excess_s) > SMALL * estimate.step_s]
@@ -165,7 +159,7 @@ def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
 
 
 def changes(layout: ParallelLayout, other: ParallelLayout) -> str:
-    """Return the fields of ``layout`` that differ from ``other`` as text, such as "data 32 instead of 4"."""
+    """Return a text of the fields in which ``layout`` differs from ``other``, such as "data 32 instead of 4"."""
     names = dict.fromkeys((*DEGREES, *asdict(layout)))
     pairs = [(name, getattr(layout, name), getattr(other, name)) for name in names]
     return ", ".join(f"{name} {value} instead of {old}" for name, value, old in pairs if value != old)

@@ -50,9 +50,9 @@ _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
-    """Return the distinct warnings in ``flags``, the most important first.
+    """Return the warnings ``flags`` without duplicates, the most important first.
 
-    ``layouts``: layouts of the plans; warnings that hpcdist cannot run them are the most important.
+    ``layouts``: planned layouts. Warnings that hpcdist cannot run a planned layout count as important.
     """
     unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
 
@@ -68,9 +68,10 @@ def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tup
 def by_row(
     rows: Sequence[Iterable[str]], shared_flags: Iterable[str] = (), layouts: Iterable[ParallelLayout] = ()
 ) -> list[str]:
-    """Return the distinct warnings of a table of plans, the most important first, with the numbers of their rows.
+    """Return the warnings of a table of plans, the most important first, each with the numbers of the table rows.
 
-    ``rows``: warnings of each row. ``shared_flags``: warnings for every row. ``layouts``: layouts of the plans.
+    ``rows``: warnings of each table row. ``shared_flags``: warnings that hold for every row. ``layouts``: planned
+    layouts.
     """
     flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):
@@ -92,7 +93,7 @@ def _rows(flags: Mapping[int, str], num_rows: int) -> str:
 
 
 def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
-    """Return warnings about the plan ``estimate``: missing memory, idle replicas, layout options without effect."""
+    """Return warnings about the plan ``estimate``: missing memory, idle replicas, and options without effect."""
     memory, layout, flags = estimate.memory, estimate.layout, []
     if not memory.fits:
         missing = bytes_in_both(memory.bytes - memory.limit_bytes)
@@ -107,7 +108,7 @@ def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
 
 
 def assumption_line(cluster: Cluster) -> tuple[str, ...]:
-    """Return a line on the assumptions in the cluster file, or () if there are none."""
+    """Return a tuple with one line about the assumptions in the cluster file, or () if the file has none."""
     sections = list(dict.fromkeys(text.partition(":")[0] for text in toml_file.assumptions(cluster)))
     if not sections:
         return ()
@@ -133,7 +134,7 @@ def _uneven(layout: ParallelLayout, global_batch: int) -> tuple[str, ...]:
 
 
 def row(estimate: PlanEstimate) -> list[str]:
-    """Return the table cells of the plan ``estimate``, in the order of the column names `HEADS`."""
+    """Return the cells of a table row for the plan ``estimate``, in the order of the column names `HEADS`."""
     layout, memory = estimate.layout, estimate.memory
     return [
         seconds(estimate.step_s) + between(estimate.step_range_s),
@@ -149,7 +150,7 @@ def row(estimate: PlanEstimate) -> list[str]:
 
 
 def strategy_cell(layout: ParallelLayout) -> str:
-    """Return strategy, pipeline schedule and options as a short text, such as "zero1, zb-v x2"."""
+    """Return a short text of strategy, pipeline schedule and options of ``layout``, such as "zero1, zb-v x2"."""
     parts = [f"{layout.servers} servers" if layout.servers else layout.strategy]
     if layout.pipeline > 1:
         parts.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
@@ -157,14 +158,14 @@ def strategy_cell(layout: ParallelLayout) -> str:
 
 
 def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with the column names ``heads`` and cells ``rows``. Numbers are right-aligned."""
+    """Return a table as a list of lines. ``heads``: column names. ``rows``: cells. Numbers are right-aligned."""
     return text_table.aligned([heads, *rows], [column for column, head in enumerate(heads) if head in _LEFT])
 
 
 def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_command: str | None = None) -> str:
-    """Return a search ``result`` as text: a table, the reasons for its order, rejected layouts, and ``notes``.
+    """Return a text of a search ``result``: table, reasons for the order of its rows, rejected layouts, ``notes``.
 
-    ``replan_command``: command to plan the best layout, which is printed.
+    ``replan_command``: command that plans the best layout, to be printed, or None.
     """
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
@@ -201,7 +202,7 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
-    """Return a line that names the table rows with an MFU lowered to the best published MFU, or []."""
+    """Return [line that names the table rows whose MFU is lowered to the best published MFU], or []."""
     capped = {str(number): plan for number, plan in enumerate(plans, 1) if plan.is_capped}
     if not capped:
         return []
@@ -212,7 +213,7 @@ def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
 
 
 def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
-    """Return a table of the ``rows`` (cluster name, plan) as lines, and the reasons why the fastest plan is faster."""
+    """Return lines: a table of ``rows`` (cluster name, plan), and the reasons why the fastest plan is faster."""
     first = rows[0][1]
     cells = []
     for number, (cluster, estimate) in enumerate(rows, 1):

@@ -63,7 +63,7 @@ _NAME: Final = 13  # width of the column of terms
 
 
 def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return lines on duration, device hours, checkpoints and failures of the planned run ``estimate``."""
+    """Return lines about duration, device hours, checkpoints and failures of the planned run."""
     run = estimate.run
     if not math.isfinite(run.wall_s):
         costs = f"a checkpoint takes {seconds(run.save_s)}, a restart {seconds(cluster.failures.restart_s)}"
@@ -90,7 +90,7 @@ def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
 
 
 def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return lines on energy, carbon emissions and price of the planned run ``estimate`` and of a step."""
+    """Return lines about energy, carbon emissions and price of the planned run, and about energy per step."""
     energy, run, site = estimate.energy, estimate.run, cluster.site
     parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
     endless = not math.isfinite(run.wall_s)
@@ -117,7 +117,7 @@ def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
 
 
 def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
-    """Return a line on the unused devices of the nodes of ``layout``, or [] if all devices are used."""
+    """Return [line about unused devices on the nodes of ``layout``], or [] if all devices are used."""
     held = devices_held(layout, cluster)
     unused = held - layout.devices
     if not unused:
@@ -127,7 +127,7 @@ def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
 
 
 def advice_lines(estimate: PlanEstimate) -> list[str]:
-    """Return lines of advice: how to reduce the largest memory term, the largest overhead of a step, and failures."""
+    """Return lines that advise how to reduce the largest memory term, the largest step overhead, and failures."""
     memory, largest, slowdown = estimate.memory, estimate.memory.largest_term, estimate.run.slowdown
     fraction = share(memory.terms[largest] / memory.limit_bytes)
     lines = [f"memory: {largest}, {fraction} of the limit; less with {_less(largest, estimate)}"]
@@ -159,10 +159,7 @@ def _less(term: str, estimate: PlanEstimate) -> str:
 
 
 def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
-    """Return the plan ``estimate`` in six lines: model, layout, memory, step, run, and number of notes.
-
-    ``description``: the planned neural network.
-    """
+    """Return a text of six lines about the plan ``estimate``: model, layout, memory, step, run, number of notes."""
     memory, run, layout = estimate.memory, estimate.run, estimate.layout
     count, noun = _samples_or_tokens(estimate)
     rate = f"{figures(count / estimate.step_s)} {noun}/s, MFU {share(estimate.mfu)}"
@@ -202,7 +199,7 @@ def _samples_or_tokens(estimate: PlanEstimate) -> tuple[int, str]:
 
 
 def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
-    """Return all details of the plan ``estimate`` as text for a terminal. ``description``: model of the plan."""
+    """Return a text for a terminal with all details of the plan ``estimate`` of the model ``description``."""
     layout = estimate.layout
     nodes = f"{counted(nodes_of(layout, cluster), 'node')} of {cluster.name}"
     devices = f"{equation(layout)}: {counted(layout.devices, 'device')} on {nodes}"
@@ -228,7 +225,7 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
 
 
 def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
-    """Return one line with memory use, step time, duration, energy and carbon emissions of the plan ``estimate``."""
+    """Return one line with memory use, step time, run time, energy and carbon emissions of the plan ``estimate``."""
     memory, run = estimate.memory, estimate.run
     limited = f" (MFU limited to the published {share(estimate.mfu)})" if estimate.is_capped else ""
     parts = [
@@ -242,14 +239,14 @@ def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
 
 
 def model_line(estimate: PlanEstimate, description: ModelDescription) -> str:
-    """Return a line with name and parameters of the model ``description``, and samples and tokens per step."""
+    """Return a line with the model name, and the numbers of parameters, and of samples and tokens per step."""
     tokens = f" = {large_count(estimate.tokens)} tokens" if description.tokens > 1 else ""
     size = f"{large_count(estimate.parameters, 4)} parameters"
     return f"{description.name}, {size}; {estimate.global_batch:,} samples{tokens} a step"
 
 
 def equation(layout: ParallelLayout) -> str:
-    """Return the product of the parallel sizes, such as "8 = data 2 x pipeline 4 x tensor 1 x context 1"."""
+    """Return a text of the parallel sizes, such as "8 = data 2 x pipeline 4 x tensor 1 x context 1"."""
     product = " x ".join(f"{name} {getattr(layout, name)}" for name in DEGREES[:4])
     servers = f" + servers {layout.servers}" if layout.servers else ""
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
@@ -257,10 +254,7 @@ def equation(layout: ParallelLayout) -> str:
 
 
 def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
-    """Return a line with strategy, schedule, micro-batches, options and precision of ``layout``.
-
-    ``global_batch``: samples per step.
-    """
+    """Return a line with strategy, schedule, micro-batches per step, options and precision of ``layout``."""
     batches = f"{counted(layout.microbatches(global_batch), 'micro-batch')} of {counted(layout.microbatch, 'sample')}"
     schedule = f"{layout.schedule} over " if layout.pipeline > 1 else ""
     parts = [layout.strategy.replace("_", " "), f"{schedule}{batches}"]
@@ -270,7 +264,7 @@ def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
 
 
 def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
-    """Return lines on memory use: whether it fits, a bar chart, the bytes of each term, and the sharding rule."""
+    """Return lines about memory use: fits or not, bar chart, bytes of each term, and bytes per parameter as formula."""
     stage = f" (stage {memory.stage})" if layout.pipeline > 1 else ""
     lines = [f"{_fit(memory, bytes_in_both, 'left')}{stage}", bar(memory)]
     for name, size in memory.terms.items():
@@ -280,9 +274,9 @@ def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
 
 
 def bar(memory: MemoryEstimate) -> str:
-    """Return a bar of letters for memory use: the initial of a term for its bytes, "." for free memory.
+    """Return a bar chart of memory as one line, such as "[PPGGOOOA....|".
 
-    The character "|" marks the memory limit.
+    A letter is the initial of a memory term, "." is free memory, and "|" marks the memory limit.
     """
     scale = WIDTH / max(memory.bytes, memory.limit_bytes)
     drawn, end = "", 0.0
@@ -295,7 +289,7 @@ def bar(memory: MemoryEstimate) -> str:
 
 
 def step_lines(estimate: PlanEstimate) -> list[str]:
-    """Return lines on step time, its phases, overlapped messages, MFU, pipeline bubble and sent bytes."""
+    """Return lines about a step: time, phases, overlapped messages, MFU, pipeline bubble and sent bytes."""
     timing = estimate.timing
     count, noun = _samples_or_tokens(estimate)
     lines = [f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {figures(count / estimate.step_s)} {noun}/s"]

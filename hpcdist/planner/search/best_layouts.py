@@ -40,7 +40,7 @@ SAME: Final = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class RankedLayout:
-    """Layout in a search result, with its objective value."""
+    """Layout in a search result: plan, value of the search objective, advantages and bottlenecks."""
 
     estimate: PlanEstimate
     value: float
@@ -51,7 +51,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of "layouts", or of combinations of parallel sizes ("grids"), that violate one limit."""
+    """Number of rejected layouts, or of rejected combinations of parallel sizes ("grids"), for one violated limit."""
 
     limit: str
     count: int
@@ -61,7 +61,7 @@ class RefusalCount:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Best layouts of a search, and numbers of layouts that were rejected, estimated and skipped."""
+    """Result of a search: best layouts, and numbers of layouts that were rejected, estimated or skipped."""
 
     objective: str
     devices: int
@@ -78,9 +78,9 @@ class SearchResult:
 def search(
     description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, spec: SearchSpec
 ) -> SearchResult:
-    """Return the best layouts for ``devices`` devices of ``cluster``. Raises UsageError for an impossible request.
+    """Find the best layouts for ``devices`` devices of ``cluster``. Raises UsageError for an impossible request.
 
-    ``description``: model. ``global_batch``: samples per step. ``spec``: objective, and values to try.
+    ``description``: the model to train. ``global_batch``: samples per step. ``spec``: objective, and values to try.
     """
     _check(description, cluster, devices, global_batch, spec)
     spare = SPARE_LAYOUTS if spec.simulate else 0
@@ -119,7 +119,7 @@ def _no_cycles() -> Iterator[None]:
 def _check(description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, spec: SearchSpec) -> None:
     if devices < 1 or global_batch < 1:
         raise UsageError(
-            f"the search needs at least 1 device and a global batch of at least 1, got {devices} and {global_batch}"
+            f"the search needs at least 1 device and 1 sample per step, got {devices} devices, {global_batch} samples"
         )
     sizes = (problem.text for problem in checks.size_problems(description, devices, global_batch))
     for text in (*sizes, *spec.base.invalid_fields()):
@@ -133,7 +133,7 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
-    """Return the number of forward and backward passes of all pipeline stages in a step of ``global_batch`` samples."""
+    """Return the total number of forward and backward passes on all pipeline ranks in a step."""
     return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
 
 
@@ -181,9 +181,9 @@ def _refused(tree: BranchAndBound) -> tuple[RefusalCount, ...]:
 
 
 def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return lines with the reasons why plan ``estimate`` is better than ``other``, the next in the result, or None.
+    """Return the reasons why the plan ``estimate`` is better than the plan ``other``, as lines.
 
-    ``objective``: the criterion of the search, such as "time".
+    ``other``: plan of the next layout in the result, or None. ``objective``: what the search minimises, e.g. "time".
     """
     if other is None:
         return ()
@@ -216,7 +216,7 @@ def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
 
 
 def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
-    """Return lines on the largest terms of the step time, and on memory use. ``memory_bytes``: limit, or 0."""
+    """Return lines about the largest terms of step time and memory. ``memory_bytes``: memory limit, or 0."""
     terms, step_s = estimate.timing.terms, estimate.step_s
     computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
     lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
@@ -235,9 +235,9 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(tree: BranchAndBound) -> tuple[str, ...]:
-    """Return lines on a search in which no layout fits: the layout that exceeds memory least, and advice.
+    """Return lines for a search in which no layout fits: the layout with the least excess memory, and advice.
 
-    ``tree``: the finished search.
+    ``tree``: finished search without a result.
     """
     if tree.memory_filter.leanest is None:
         return tuple(_no_grid(tree))
@@ -251,7 +251,7 @@ def nothing_fits(tree: BranchAndBound) -> tuple[str, ...]:
 
 
 def layout_line(layout: ParallelLayout) -> str:
-    """Return a line with parallel sizes, strategy, micro-batch size and schedule of ``layout``."""
+    """Return a line that lists parallel sizes, strategy, micro-batch size, schedule and options of ``layout``."""
     parts = [
         f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}",
         layout.strategy,

@@ -35,7 +35,7 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """Filter of layouts by memory use. It reuses results of similar layouts."""
+    """Filter for layouts that fit into the device memory. A result can serve for several similar layouts."""
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
         # (excess bytes, layout, memory estimate) of the rejected layout with the fewest excess bytes, or None
@@ -50,7 +50,7 @@ class MemoryFilter:
     ) -> tuple[Strategy, ...]:
         """Return the (strategy, compression) pairs in ``strategies`` with which ``layout`` fits into memory.
 
-        ``microbatch_sizes``: all micro-batch sizes that the search tries; results are reused among them.
+        ``microbatch_sizes``: micro-batch sizes of the search. A result for one size is reused for other sizes.
         """
         stem: tuple[object, ...] = _STEM(layout)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -105,7 +105,7 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: the layouts that differ from ``layout`` only in fields of lower nodes."""
+    """Node of the search tree: a set of layouts that share most fields with ``layout``, and their lower bound."""
 
     # Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
     # only differ in data-axis strategy and compression.
@@ -127,7 +127,7 @@ def _count(refusals: Refusals, problem: LayoutProblem, many: int = 1) -> None:
 
 @dataclass
 class BranchAndBound:
-    """Best-first search for layouts. `run` fills ``best``, with the best layout first."""
+    """Best-first search for layouts. After `run`, ``best`` has the best layouts, sorted from best to worst."""
 
     description: ModelDescription
     cluster: Cluster
@@ -151,7 +151,7 @@ class BranchAndBound:
         self.memory_filter = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
 
     def run(self) -> None:
-        """Search until no other layout can be better than the layouts in ``best``."""
+        """Search until no remaining layout can be better than the layouts kept so far. Then fill ``best``."""
         self._push_families()
         # The first bound is the smallest: if it is not better than the worst kept layout, the search is done.
         while self._heap and self._heap[0].bound < self._last[:2]:

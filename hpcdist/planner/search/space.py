@@ -47,7 +47,7 @@ UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """Settings of a layout search: the objective, the values to try, and the results to return."""
+    """Settings of a layout search: objective, values to try for each field, memory limit, and number of results."""
 
     objective: str = "time"  # quantity per step to minimise
     steps: int = 1000
@@ -76,34 +76,35 @@ class SearchSpec:
             values = getattr(self, setting)
             if not values and setting not in _ALL_IF_EMPTY:
                 example = getattr(ParallelLayout(), name)
-                raise UsageError(f"the search cannot try {setting} = an empty list; give a value such as {example}")
+                raise UsageError(f"the search setting {setting} is an empty list; add a value such as {example}")
             for value in values:
                 for text in ParallelLayout().but(**{name: value}).invalid_fields():
-                    raise UsageError(f"the search cannot try {setting} = {value}: {text}")
+                    raise UsageError(f"the search setting {setting} has the invalid value {value}: {text}")
         for schedule in self.schedules:
             if schedule not in PIPELINES:
-                raise UsageError(f"the search cannot try schedules = {schedule}; choose from {', '.join(PIPELINES)}")
+                raise UsageError(f"the search has the invalid schedule {schedule}; choose from {', '.join(PIPELINES)}")
         if self.objective not in OBJECTIVES:
-            raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+            raise UsageError(f"unknown search objective {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:
-            raise UsageError(f"first = {self.first}, steps = {self.steps}; both numbers must be at least 1")
+            raise UsageError(f"first and steps of a search must be at least 1, got {self.first} and {self.steps}")
         if not 0 <= self.headroom < 1:
-            raise UsageError(f"headroom = {self.headroom}; expected a memory fraction, from 0 to less than 1")
+            raise UsageError(f"headroom of a search must be at least 0 and less than 1, got {self.headroom}")
         if self.memory_bytes < 0:
-            raise UsageError(f"memory_bytes = {self.memory_bytes}; expected bytes per device, or 0 for all memory")
+            raise UsageError(f"memory_bytes of a search must be at least 0 bytes per device, got {self.memory_bytes}")
 
 
 def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
-    """Return the bytes that a layout may use on a device with ``memory_bytes`` bytes, by the settings ``spec``."""
+    """Return the bytes that the settings ``spec`` let a layout use on a device with ``memory_bytes`` bytes."""
     if spec.memory_bytes:
         return min(spec.memory_bytes, memory_bytes)
     return memory_bytes * (1 - spec.headroom)
 
 
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield a layout for each combination of parallel sizes on ``devices`` devices that ``spec`` allows.
+    """Yield a layout for each combination of parallel sizes that ``spec`` allows on ``devices`` devices.
 
-    The other fields have the base values of the search.
+    Fields that the search sets later, such as the schedule, have placeholder values. All other fields are as in
+    ``spec.base``.
     """
     # The caller must check that the layouts are possible. With `spec.fewer`, also smaller divisors of ``devices`` are
     # used.
@@ -127,10 +128,7 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of the layout ``grid`` with all combinations of recomputation and sequence parallelism.
-
-    ``spec``: settings of the search, with the values to combine.
-    """
+    """Yield copies of ``grid`` with every combination of recomputation and sequence parallelism in ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
     if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed
@@ -141,7 +139,7 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes in samples to try for the layout ``grid``, in ascending order."""
+    """Return the micro-batch sizes, in samples, that the search tries for ``grid``, in ascending order."""
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
@@ -155,10 +153,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return the (pipeline schedule, model chunks per rank) pairs to try for the layout ``grid``.
-
-    ``description``: model. ``spec``: settings of the search.
-    """
+    """Return the pairs (pipeline schedule, model chunks per rank) that the search tries for the layout ``grid``."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
@@ -172,7 +167,7 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
 
 
 def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
-    """Return the (strategy, compression) pairs to try for the layout ``grid``. ``spec``: settings of the search."""
+    """Return the pairs (data-parallel strategy, compression) that the search tries for the layout ``grid``."""
     if grid.data * grid.context == 1:
         none = "none" if "none" in spec.compressions else spec.compressions[0]
         return ((spec.strategies[0], none),)
@@ -180,9 +175,9 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(layout: ParallelLayout, strategy_pair: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return a copy of ``layout`` with a (strategy, compression) pair and micro-batches of ``microbatch`` samples.
+    """Return a copy of ``layout`` with another (strategy, compression) pair and micro-batch size.
 
-    0 samples: leave the micro-batch size unchanged.
+    ``microbatch``: samples per micro-batch, or 0 to keep the micro-batch size of ``layout``.
     """
     strategy, compression = strategy_pair
     alone = not layout.kernels.overlaps_coded and (compression != "none" or strategy == "parameter_server")
@@ -208,22 +203,22 @@ def _chunks(description: ModelDescription, grid: ParallelLayout, spec: SearchSpe
 
 
 def check_objective(objective: str, cluster: Cluster) -> None:
-    """Raise UsageError if the cluster file lacks data for ``objective``, such as prices for "cost"."""
+    """Raise UsageError if ``cluster`` lacks values that ``objective`` needs, such as prices for "cost"."""
     site = cluster.site
     if objective == "cost" and site.device_hour_price is None and site.kwh_price is None:
         raise UsageError(
             f"the objective 'cost' needs a price, but the cluster {cluster.name} has none; set "
-            "site.device_hour_price or site.kwh_price in the cluster file, or choose the objective energy"
+            "site.device_hour_price or site.kwh_price in the cluster file, or choose the objective 'energy'"
         )
     if objective in ("energy", "energy-delay") and not cluster.device.peak_w:
         raise UsageError(
             f"the objective {objective!r} needs the device power, but the cluster {cluster.name} has none; set "
-            "device.peak in the cluster file, or choose the objective time"
+            "device.peak in the cluster file, or choose the objective 'time'"
         )
 
 
 def value(estimate: PlanEstimate, objective: str) -> float:
-    """Return the value of ``objective`` for one step of the plan ``estimate``, such as seconds, joules or a price."""
+    """Return the value of ``objective`` for one step of the plan ``estimate``, in the unit of `unit`."""
     if objective == "time":
         return estimate.step_s
     if objective == "cost":
@@ -234,7 +229,7 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return the sort key of the plan ``estimate``: (value of ``objective``, second value to order equal values)."""
+    """Return a sort key for plans: (value of ``objective``, second value that orders plans of equal value)."""
     objective_value = value(estimate, objective)
     if objective != "time":
         return objective_value, objective_value
@@ -243,7 +238,7 @@ def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, 
 
 
 def unit(objective: str, cluster: Cluster) -> str:
-    """Return the unit of the values of ``objective``."""
+    """Return the unit of ``objective`` as text, such as "s" for "time"."""
     return cluster.site.currency if objective == "cost" else UNITS[objective]
 
 
@@ -255,12 +250,11 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of ``objective`` per step for ``layout``, from its micro-batch times ``flow``.
+    """Return a lower bound of ``objective`` per step for ``layout``. ``flow``: micro-batch times of ``layout``.
 
-    It holds for every strategy and compression, because it excludes the exchange of gradients.
+    The bound excludes gradient exchange, optimizer update and reading of samples. So it holds for every data-parallel
+    strategy and compression.
     """
-    # Excludes gradient exchange, optimizer update and reading of samples, so the bound holds for every data-axis
-    # strategy and compression.
     least_s = sum(flow.terms.values())
     if objective == "time":
         return least_s
@@ -270,7 +264,7 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch of layouts that differ only in schedule, chunks, strategy and compression."""
+    """Times per micro-batch that are equal in all layouts of a family: for any schedule, strategy and compression."""
 
     # Forward and backward with collectives, summed over all pipeline ranks. Excludes recomputation if ranks can
     # recompute while they wait for a gradient.
@@ -285,7 +279,7 @@ def family_totals(
 ) -> FamilyTotals:
     """Return the times per micro-batch of the whole model, summed over all pipeline ranks.
 
-    ``description``: model. ``layout``: any layout that differs only in schedule, chunks, strategy and compression.
+    ``layout``: any layout of a family, in which only schedule, chunks, strategy and compression differ.
     """
     many = layout.microbatches(global_batch)
     alone = layout.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
@@ -317,16 +311,16 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(totals: FamilyTotals, layout: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of ``objective`` per step for ``layout``, from ``totals``, without pipeline idle time."""
+    """Return a lower bound of ``objective`` per step for the family with ``totals``, without pipeline idle time."""
     return _floor(totals, 0.0, 0.0, layout, cluster, objective)
 
 
 def schedule_bound(
     totals: FamilyTotals, layout: ParallelLayout, message_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of ``objective`` per step for ``layout``, from ``totals``, with pipeline idle time.
+    """Return a lower bound of ``objective`` per step, with the pipeline idle time of the schedule of ``layout``.
 
-    ``message_s``: seconds of a message between neighbouring pipeline ranks.
+    ``totals``: times of the layout's family. ``message_s``: seconds of a message between neighbouring pipeline ranks.
     """
     ranks = layout.pipeline
     if ranks == 1:

@@ -35,7 +35,7 @@ _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of one model layer (block, embedding or head) for a micro-batch on one device."""
+    """Seconds that one device needs for a micro-batch in one model layer, such as a transformer block."""
 
     forward_s: float
     input_s: float  # gradients of inputs
@@ -49,7 +49,7 @@ class UnitSeconds(NamedTuple):
 
 
 def cached(cluster: Cluster, kind: str) -> dict[Any, Any]:
-    """Return the dict that caches results of one ``kind``, such as "loads", for ``cluster``."""
+    """Return the cache of ``cluster`` for one ``kind`` of results, such as "loads": a dict for the caller to fill."""
     results = _KNOWN.get(id(cluster))
     if results is None:
         results = _KNOWN[id(cluster)] = {}
@@ -65,9 +65,9 @@ timed_fields: Final = attrgetter(
 
 
 def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> UnitSeconds:
-    """Return the `UnitSeconds` of a micro-batch in model layer ``unit`` on one device.
+    """Return the seconds that one device needs for a micro-batch in one layer of ``unit``.
 
-    Raises ConfigurationError if the cluster file lacks speeds.
+    Raises ConfigurationError if the cluster has no speeds for the precision of ``layout``.
     """
     key = (unit, *timed_fields(layout))
     cache = cached(cluster, "unit_seconds")
@@ -78,9 +78,9 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
-    """Return (fraction of the peak FLOP rate for matrix products of ``size``, warning or "").
+    """Return (fraction of the peak FLOP rate that matrix products of ``size`` reach, warning or "").
 
-    ``curve``: measured efficiency of the device by size.
+    ``curve``: measured fractions by product size. The warning says that ``size`` is outside the measured sizes.
     """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
@@ -223,12 +223,12 @@ class _Unit:
 
 
 def local_parameters(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of parameters of layer ``unit`` on a device, before ZeRO shards them."""
+    """Return the number of parameters of one layer of ``unit`` on a device, before ZeRO shards the parameters."""
     experts = unit.expert_parameters / layout.tensor
     rest = unit.parameters - unit.cut_parameters + unit.cut_parameters / layout.tensor - experts
     return rest + local_experts(unit, layout)
 
 
 def local_experts(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of expert parameters of layer ``unit`` on a device."""
+    """Return the number of expert parameters of one layer of ``unit`` on a device."""
     return unit.expert_parameters / layout.tensor / layout.expert

@@ -45,7 +45,7 @@ TENSORS: Final = 12
 
 
 class BucketChoice(NamedTuple):
-    """Chosen size of gradient buckets, cost of their allreduces, and seconds that overlap computation."""
+    """Chosen size of gradient buckets, total cost of the allreduces, and seconds that overlap computation."""
 
     cost: MessageCost
     hidden_s: float
@@ -53,7 +53,7 @@ class BucketChoice(NamedTuple):
 
 
 class BucketedGradients(NamedTuple):
-    """Gradients of a device that are sent in buckets (groups of gradients in one allreduce)."""
+    """Gradients of a device, to be sent in buckets. One allreduce sums the gradients in a bucket."""
 
     parameters: float  # number of parameters
     nbytes: float  # bytes to send
@@ -65,9 +65,9 @@ class BucketedGradients(NamedTuple):
 def choose_bucket(
     gradients: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
 ) -> BucketChoice:
-    """Return the gradient bucket size with the least time that is not overlapped.
+    """Choose the size of gradient buckets that minimises the communication time outside of computation.
 
-    ``cost_of(n)``: cost of sending ``gradients`` in n buckets.
+    ``cost_of(n)``: function that returns the cost of sending ``gradients`` in n buckets.
     """
     # Lengths are tried in ascending order, doubling each time. hpcdist starts with the default of a recipe, the
     # published implementation with a message per unit, but at least the same bytes.
@@ -107,7 +107,7 @@ def _more(gradients: BucketedGradients, layout: ParallelLayout, bucket_bytes: fl
 
 
 class ExchangeCost(NamedTuple):
-    """Cost per step of exchanging gradients and parameters between data-parallel replicas."""
+    """Cost of the exchange of gradients and parameters between data-parallel replicas, per step."""
 
     exposed_s: float
     hidden_s: float  # overlaps computation
@@ -118,7 +118,7 @@ class ExchangeCost(NamedTuple):
     bucket_bytes: float = 0.0  # gradient bytes per allreduce
 
     def plus(self, other: "ExchangeCost") -> "ExchangeCost":
-        """Return the cost of this exchange followed by ``other``."""
+        """Return the total cost of this exchange and the exchange ``other``, one after the other."""
         flags = tuple(dict.fromkeys((*self.flags, *other.flags)))
         names = dict.fromkeys(name for name in (self.algorithm, other.algorithm) if name != "none")
         return ExchangeCost(
@@ -149,10 +149,10 @@ def exchange(
     matrices: Matrices = (),  # (rows, columns, count) per weight shape, for powersgd; (): square
     spare_bytes: float = math.inf,  # free memory for allreduce buckets above the default size
 ) -> ExchangeCost:
-    """Return the cost per step of exchanging gradients and parameters between replicas. Raises UsageError.
+    """Return the cost of the exchange of gradients and parameters between data-parallel replicas in a step.
 
-    ``parameters``: number on a device. ``backward_s``: seconds of a backward pass, which may overlap the exchange.
-    ``microbatches``: number per step.
+    ``parameters``: number of parameters on a device. ``backward_s``: seconds of the backward pass of a micro-batch,
+    which may overlap the exchange. ``microbatches``: number of micro-batches per step. Raises UsageError.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")

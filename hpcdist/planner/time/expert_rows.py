@@ -34,7 +34,7 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Method of sending tokens to experts on other ranks, such as shared memory."""
+    """Method that sends tokens to experts on other ranks, and numbers of nodes and of ranks per node."""
 
     # "node memory" (shared memory), "hierarchical" (a message from node to node), "pairs" (a message from rank to
     # rank), or "" without expert parallelism
@@ -44,7 +44,7 @@ class RowRoute(NamedTuple):
 
 
 def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
-    """Return the method by which ``layout`` sends tokens to experts on other ranks."""
+    """Return the method that hpcdist or Megatron-LM uses to send tokens to the experts on other ranks."""
     if layout.expert == 1:
         return RowRoute()
     total, node_devices = layout.devices - layout.servers, cluster.node.devices
@@ -59,9 +59,9 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 
 
 def row_turn(content: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of one all-to-all between expert ranks.
+    """Return the cost of one all-to-all between the ranks of the expert axis.
 
-    ``content``: data to send, such as "gradients". ``nbytes``: bytes in a rank's send buffer.
+    ``content``: kind of data to send, such as "gradients". ``nbytes``: bytes in the send buffer of a rank.
     """
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if not layout.kernels.routes_rows:
@@ -91,9 +91,9 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of a device's buffers for sending ``nbytes`` bytes of tokens to experts.
+    """Return the bytes of the buffers that a device needs to send ``nbytes`` bytes of tokens to experts.
 
-    ``route``: method of sending, from `row_route`.
+    ``route``: result of `row_route`.
     """
     if route.method == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients
@@ -101,7 +101,7 @@ def row_buffers(nbytes: float, route: RowRoute) -> float:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of shared memory that a rank needs to publish ``nbytes`` bytes of tokens to its node."""
+    """Return the bytes of shared memory in which a rank shares ``nbytes`` bytes of tokens with its node."""
     return 2 * part_bytes(nbytes)
 
 
@@ -116,7 +116,7 @@ class NodeTraffic(NamedTuple):
 
 
 def node_traffic(nbytes: float, nodes: int, ranks_per_node: int) -> NodeTraffic:
-    """Return the traffic of a hierarchical all-to-all with ``nbytes`` bytes in a rank's send buffer."""
+    """Return the traffic of a hierarchical all-to-all. ``nbytes``: bytes in the send buffer of a rank."""
     messages = -(-(nodes - 1) // ranks_per_node)  # number of nodes for which the busiest rank acts
     away, most = (nodes - 1) / nodes * nbytes, messages * ranks_per_node * nbytes / nodes
     inside = (ranks_per_node - 1) / ranks_per_node * (nbytes / nodes + 2 * away)

@@ -31,14 +31,14 @@ STORED_ITEM_BYTES: Final = ITEM_BYTES  # of stored gradients and parameters
 
 
 def gradient_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes of an uncompressed gradient element in messages on the data axis."""
+    """Return the bytes per element of uncompressed gradients in the messages of the strategy of ``layout``."""
     if layout.kernels.sends_stored_gradients and layout.strategy != "allreduce":
         return STORED_ITEM_BYTES[layout.precision]
     return summed_item_bytes(layout)
 
 
 def summed_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes of an uncompressed gradient element in allreduce messages."""
+    """Return the bytes per element of uncompressed gradients in the messages of an allreduce."""
     working = STORED_ITEM_BYTES[layout.precision]
     is_narrow = layout.kernels.has_main_gradients and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
@@ -53,7 +53,7 @@ Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, count)
 
 
 class Payload(NamedTuple):
-    """Size and encoding cost of a device's compressed gradients, and the ``method`` that sums them over the ranks."""
+    """Compressed gradients of a device: size, cost of encoding, and ``method`` of summation over the ranks."""
 
     nbytes: float
     # "owned": each rank decodes and sums the gradients of its shard; ranks then gather the encoded sums.
@@ -65,7 +65,7 @@ class Payload(NamedTuple):
     flags: tuple[str, ...] = ()
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds to encode and decode the payload."""
+        """Return the seconds that a device of ``cluster`` needs to encode and decode the payload."""
         device = cluster.device
         moved_s = self.touched_bytes / (device.memory_bytes_per_s * device.memory_share)
         peak = device.peak_flops.get("float32", 0.0)
@@ -74,10 +74,10 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, layers: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the `Payload` of ``values`` compressed gradient elements, or None if uncompressed. Raises UsageError.
+    """Return the `Payload` for ``values`` gradient elements, or None if ``compression`` is "none". Raises UsageError.
 
-    ``ranks``: number of ranks that sum. ``layers``: number of model layers. ``matrices``: (rows, columns, count) of
-    the weights.
+    ``ranks``: number of ranks whose gradients are summed. ``layers``: number of model layers. ``matrices``: shapes of
+    the weights as (rows, columns, number of weights of this shape).
     """
     if compression == "none":
         return None
@@ -116,7 +116,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """Number and shapes of the gradients that a device compresses."""
+    """Gradients that a device compresses: numbers of elements and layers, and shapes of the weights."""
 
     values: float  # number of elements
     units: int  # number of model layers
@@ -131,9 +131,9 @@ def compressed_sum(
     cluster: Cluster,
     buckets: int = 1,
 ) -> MessageCost:
-    """Return the cost of summing compressed ``gradients`` over the ranks of ``axis``, with encoding and decoding.
+    """Return the cost of a sum of compressed ``gradients`` over the ranks of ``axis``, with encoding and decoding.
 
-    ``operation``: "allreduce" or "reduce_scatter". ``buckets``: number of messages per step.
+    ``operation``: "allreduce" or "reduce_scatter". ``buckets``: number of messages for all ``gradients``.
     """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, buckets)

@@ -39,7 +39,7 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Links of one speed in a group of devices, such as the links between nodes."""
+    """Links of one level, such as the links between nodes, as a group of communicating devices uses them."""
 
     outer: int  # index of the level in the cluster; 0: the fastest level
     fan: int  # number of joined sets that contain members of the group
@@ -51,7 +51,7 @@ class LinkTier(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupSpan:
-    """Group of ``size`` devices, every ``stride``-th device of a job, and the links between them."""
+    """Group of ``size`` devices that communicate, and links between them. The group has every ``stride``-th device."""
 
     size: int
     stride: int
@@ -61,18 +61,18 @@ class GroupSpan:
 
     @property
     def slow(self) -> float:
-        """Seconds per byte on the slowest links of a ring or tree."""
+        """Seconds per byte on the slowest links that a ring or tree of the group uses."""
         if self.channels:
             return max(tier.crowded / tier.lanes for tier in self.tiers)
         return max(tier.single for tier in self.tiers)
 
     @property
     def latency_s(self) -> float:
-        """Largest latency of the links between the devices, in seconds."""
+        """Largest latency of any link between devices of the group, in seconds."""
         return max(tier.latency_s for tier in self.tiers)
 
     def tier_at(self, distance: int) -> LinkTier:
-        """Return the `LinkTier` between ranks r and r XOR ``distance``, which is a power of 2."""
+        """Return the links between the ranks r and r XOR ``distance``. ``distance`` is a power of 2."""
         # Partners share an aligned block of 2 * distance members: the first tier whose boxes consist of such blocks.
         for tier in self.tiers[:-1]:
             if tier.lanes * tier.fan % (2 * distance) == 0:
@@ -81,9 +81,9 @@ class GroupSpan:
 
 
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
-    """Return the group of devices that communicate on the parallel ``axis``, such as "tensor", and their links.
+    """Return the group of devices that communicate on the parallel ``axis``, such as "tensor".
 
-    Raises UsageError for an unknown axis.
+    Raises UsageError if ``axis`` is not one of `AXES`.
     """
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
@@ -112,10 +112,10 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 
 @lru_cache(maxsize=1 << 16)
 def group(size: int, stride: int, job_devices: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
-    """Return the group of ``size`` devices, every ``stride``-th device of a job, with the links between them.
+    """Return the group of ``size`` devices of a job, with a distance of ``stride`` devices between neighbours.
 
-    ``job_devices``: number of devices. ``levels``: link levels of the cluster. ``channels``: collectives use all
-    links of a node. Raises UsageError if no links join the devices.
+    ``job_devices``: number of devices of the job. ``levels``: link levels of the cluster. ``channels``: True if a
+    collective uses all links of a node at once. Raises UsageError if no level joins all devices of the group.
     """
     # `flags` warns of nodes with unequal numbers of members.
     tiers: list[LinkTier] = []
@@ -148,10 +148,10 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 
 
 def members_inside(size: int, stride: int, box: int, inner_members: int = 1) -> int:
-    """Return the number of members of a group among ``box`` consecutive devices, such as a node.
+    """Return the number of devices of a group in each box of ``box`` consecutive devices, such as a node.
 
-    The group has ``size`` devices, every ``stride``-th device of a job. ``inner_members``: result for the next
-    smaller box.
+    The group has ``size`` devices, every ``stride``-th device of a job. ``inner_members``: result of this function for
+    the next smaller boxes.
     """
     # The result divides `size`. Boxes nest: a multiple of `below`, which divides the group into equal parts.
     room = max(1, box // stride)
@@ -291,7 +291,7 @@ _NAMES: Final = frozenset(ALGORITHMS) | {name for formulas in FORMULAS.values() 
 
 
 class MessageCost(NamedTuple):
-    """Cost of a message or collective: seconds, maximum bytes that a device sends, algorithm, warnings."""
+    """Cost of a message or collective: seconds, largest number of bytes that a device sends, algorithm, warnings."""
 
     seconds: float
     nbytes: float
@@ -303,16 +303,17 @@ NO_COST: Final = MessageCost(0.0, 0.0, "none")
 
 
 def repeated_cost(cost: MessageCost, count: float) -> MessageCost:
-    """Return the cost of ``count`` successive operations that each cost ``cost``."""
+    """Return the total cost of ``count`` operations, one after another, with the cost ``cost`` per operation."""
     return MessageCost(cost.seconds * count, cost.nbytes * count, cost.algorithm, cost.flags)
 
 
 def collective(
     operation: str, nbytes: float, span: GroupSpan, cluster: Cluster, algorithm: str = "auto"
 ) -> MessageCost:
-    """Return the cost of the collective ``operation`` on a whole buffer of ``nbytes`` bytes. Raises UsageError.
+    """Return the cost of the collective ``operation`` on a buffer of ``nbytes`` bytes. Raises UsageError.
 
-    ``span``: devices that take part. ``algorithm``: algorithm name; "auto" selects the fastest.
+    ``nbytes``: size before scatter or after gather. ``span``: devices of the collective. ``algorithm``: name of the
+    algorithm, or "auto" for the fastest algorithm.
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -328,7 +329,7 @@ def collective(
 
 
 def message(nbytes: float, layout: ParallelLayout, axis: str, cluster: Cluster) -> MessageCost:
-    """Return the cost of a message of ``nbytes`` bytes to the next rank of ``axis`` while all ranks send."""
+    """Return the cost of a message of ``nbytes`` bytes to the next rank on ``axis``, if all ranks send at once."""
     reach = span(layout, axis, cluster)
     if reach.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -386,7 +387,7 @@ def _cost(operation: str, nbytes: float, span: GroupSpan, algorithm: str) -> Mes
 
 
 def substitute_warning(algorithm: str, operation: str, substitute: str) -> str:
-    """Return the warning that ``operation`` does not support ``algorithm`` and uses ``substitute``."""
+    """Return a warning: ``operation`` does not support ``algorithm``, and uses the algorithm ``substitute``."""
     return f"algorithm = {algorithm}: {operation} does not have this algorithm and uses {substitute}"
 
 

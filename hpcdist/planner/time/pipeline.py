@@ -43,7 +43,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")
 
 
 class PlannedSeconds(NamedTuple):
-    """Seconds per micro-batch of the forward, input-gradient and weight-gradient passes."""
+    """Seconds of three passes for one micro-batch: forward, input gradients, and weight gradients."""
 
     forward_s: float
     input_s: float
@@ -51,12 +51,12 @@ class PlannedSeconds(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Seconds per micro-batch of all passes: forward, input-gradient and weight-gradient."""
+        """Sum of the seconds of the three passes."""
         return self.forward_s + self.input_s + self.weight_s
 
 
 class PipelineTime(NamedTuple):
-    """Time of a step on the slowest pipeline rank, in seconds."""
+    """Seconds of a step on the slowest pipeline rank: computation, messages and idle time."""
 
     busy_s: float  # computation
     message_s: float  # message transfers
@@ -65,7 +65,7 @@ class PipelineTime(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Seconds of the whole step on the slowest pipeline rank."""
+        """Sum of computation, messages and idle time, in seconds."""
         return self.busy_s + self.message_s + self.idle_s
 
 
@@ -82,10 +82,10 @@ def closed_time(
     steps_overlap: bool = False,  # a rank starts the next step without waiting for other ranks
     ahead_s: float = 0.0,  # seconds per micro-batch of recomputation that can overlap the wait for the gradient
 ) -> PipelineTime:
-    """Return the step time by a closed formula.
+    """Return the step time of a pipeline from a closed formula for ``schedule``.
 
-    ``slowest``: pass times of the slowest pipeline rank. ``others``: mean pass times of the other ranks. ``ranks``:
-    number of pipeline ranks.
+    ``slowest``: pass times of the slowest pipeline rank. ``others``: mean pass times of all other pipeline ranks.
+    ``ranks``: number of pipeline ranks.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
@@ -147,9 +147,9 @@ def simulated_timeline(
     message_s: float = 0.0,  # seconds of a message on a link
     recompute: bool = False,  # recompute chunks before the gradient arrives
 ) -> "StepTimeline":
-    """Simulate the passes of a step on all pipeline ranks, and return their start and end times.
+    """Simulate one step on all pipeline ranks, and return the start and end times of all passes.
 
-    ``chunks``: pass times of all model chunks, in model order. ``ranks``: number of pipeline ranks.
+    ``chunks``: pass times of each model chunk, in model order. ``ranks``: number of pipeline ranks.
     """
     from hpcdist.strategies.schedule import timeline
     from hpcdist.strategies.schedule.simulated_program import LinkCost, StepCosts
@@ -178,7 +178,7 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 
 
 class StageTime(NamedTuple):
-    """Times of a micro-batch on a pipeline rank or in a model chunk, with collectives."""
+    """Times of one micro-batch on a pipeline rank, or in one model chunk, including waits for collectives."""
 
     load: StageLoad  # computation and collectives
     sent: CollectiveWait  # seconds of waiting for collectives, by axis
@@ -187,7 +187,7 @@ class StageTime(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Seconds of forward, backward and recomputation per micro-batch."""
+        """Seconds of one micro-batch: forward, backward and recomputation together."""
         return self.seconds.whole_s + self.ahead_s
 
 
@@ -198,9 +198,9 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the times per micro-batch of a pipeline rank from its computation and collectives, ``load``.
+    """Return the times per micro-batch of a pipeline rank with the computation and collectives in ``load``.
 
-    ``costs``: cache of the costs of collectives, or None.
+    ``costs``: dict that caches costs of collectives between calls, or None.
     """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
@@ -216,9 +216,9 @@ def stage_of(
 def ranks_of(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[tuple[StageTime, int]]:
-    """Return a list of pairs (`StageTime`, number of pipeline ranks with these times).
+    """Return a list of pairs (times of a pipeline rank per micro-batch, number of pipeline ranks with these times).
 
-    ``description``: model. ``microbatches``: number per step.
+    ``microbatches``: number of micro-batches per step.
     """
     costs: dict[tuple[str, str, float], MessageCost] = {}
     return [
@@ -228,7 +228,7 @@ def ranks_of(
 
 
 def border_message(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of sending a micro-batch's activations to the next pipeline rank."""
+    """Return the cost of one pipeline message: activations of a micro-batch, sent to the next pipeline rank."""
     if layout.pipeline == 1:
         return NO_COST
     numbers = layout.microbatch * description.tokens * description.width / layout.context
@@ -242,7 +242,7 @@ def border_message(description: ModelDescription, layout: ParallelLayout, cluste
 
 
 def messages_per_microbatch(layout: ParallelLayout) -> int:
-    """Return the number of messages that the busiest pipeline rank sends per micro-batch."""
+    """Return the largest number of messages that any pipeline rank sends per micro-batch."""
     chunks_per_rank = chunks_of(layout.schedule, layout.chunks)
     if layout.pipeline > 2:
         return 2 * chunks_per_rank
@@ -250,12 +250,12 @@ def messages_per_microbatch(layout: ParallelLayout) -> int:
 
 
 def messages_block(layout: ParallelLayout) -> bool:
-    """Return True if a pipeline rank of ``layout`` cannot compute while its messages are in flight."""
+    """Return True if a pipeline rank cannot compute while messages of this rank are in flight."""
     return layout.kernels.blocks_on_messages and layout.schedule not in SPLIT
 
 
 def steps_overlap(layout: ParallelLayout) -> bool:
-    """Return True if a pipeline rank may start a step before other ranks finish the previous step."""
+    """Return True if a pipeline rank may start the next step before other ranks finish the current step."""
     return layout.kernels.blocks_on_messages and layout.schedule in SPLIT
 
 
@@ -266,10 +266,10 @@ def closed_pipe(
     slowest: StageTime,
     message_s: float,
 ) -> PipelineTime:
-    """Return the step time of a pipeline by a closed formula, from the times of its ``ranks``.
+    """Return the step time of a pipeline from a closed formula and the times of all pipeline ranks.
 
-    ``ranks``: (times, number of ranks) pairs. ``slowest``: times of the slowest rank. ``message_s``: seconds of a
-    message between neighbours.
+    ``ranks``: result of `ranks_of`. ``slowest``: times of the slowest rank, an element of ``ranks``. ``message_s``:
+    seconds of a message between neighbouring ranks.
     """
     others = slowest.seconds
     if layout.pipeline > 1:
@@ -289,9 +289,9 @@ def closed_form(
     message_s: float,
     ahead_s: float = 0.0,
 ) -> PipelineTime:
-    """Call `closed_time` with the schedule and pipeline size of ``layout``, and return its result.
+    """Return the result of `closed_time` for the schedule, chunks and pipeline size of ``layout``.
 
-    ``ahead_s``: seconds per micro-batch of recomputation that may overlap the wait for a gradient.
+    ``ahead_s``: seconds of recomputation per micro-batch that may overlap the wait for a gradient.
     """
     return closed_time(
         layout.schedule,
@@ -315,9 +315,9 @@ def simulated_pipe(
     slowest: StageTime,
     message_s: float,
 ) -> PipelineTime:
-    """Return the step time of a pipeline by simulation of its schedule.
+    """Return the step time of a pipeline from a simulation of the schedule of ``layout``.
 
-    ``slowest``: times of the slowest rank. ``message_s``: seconds of a message between neighbours.
+    ``slowest``: times of the slowest rank. ``message_s``: seconds of a message between neighbouring ranks.
     """
     costs: dict[tuple[str, str, float], MessageCost] = {}
     chunk_times = (

@@ -34,7 +34,7 @@ LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
 class AxisCollective(NamedTuple):
-    """Collective on parallel axis ``axis`` that a rank calls once per micro-batch for one model layer."""
+    """Collective over the parallel axis ``axis``, which a rank calls for a micro-batch in one model layer."""
 
     when: int  # `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`
     axis: str
@@ -45,7 +45,7 @@ class AxisCollective(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """Computation, collectives and parameters of some model layers, for one micro-batch."""
+    """Work of a group of model layers for one micro-batch: computation, collectives, and numbers of parameters."""
 
     forward_s: float
     input_s: float
@@ -62,7 +62,7 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds that a rank waits for the collectives of a micro-batch, by parallel axis."""
+    """Seconds that a rank waits for the collectives of one micro-batch, and bytes sent, by parallel axis."""
 
     forward_s: dict[str, float]
     back_s: dict[str, float]  # in backward
@@ -74,10 +74,7 @@ class CollectiveWait(NamedTuple):
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
-    """Return (`StageLoad`, number of pipeline ranks with this load) pairs, one per distinct load.
-
-    ``description``: model.
-    """
+    """Return pairs (`StageLoad`, number of pipeline ranks with this load), one pair per distinct load."""
     cache = cached(cluster, "loads")
     key = load_key(description, layout)
     distinct: tuple[tuple[StageLoad, int], ...] | None = cache.get(key)
@@ -100,7 +97,7 @@ def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluste
 
 
 def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, ...]:
-    """Return the `StageLoad` of each pipeline chunk, in model order."""
+    """Return a tuple with the `StageLoad` of each pipeline chunk, in model order."""
     return tuple(
         _load(chunk.shares, {share.place: share.times for share in repeated.shares}, description, layout, cluster)
         for chunk, repeated in zip(chunks(description, layout), recomputed(description, layout), strict=True)
@@ -108,7 +105,7 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the sum of ``load`` and ``other``, the loads of two model chunks on one pipeline rank."""
+    """Return the sum of the loads of two model chunks on the same pipeline rank."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
     return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))
@@ -121,9 +118,9 @@ def collective_wait(
     cluster: Cluster,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the seconds per micro-batch that a rank waits for the collectives in ``load``, by axis.
+    """Return the seconds per micro-batch that a rank waits for the collectives in ``load``, by parallel axis.
 
-    ``costs``: cache of the costs of collectives, or None.
+    ``costs``: dict that caches costs of collectives between calls, or None.
     """
     costs = {} if costs is None else costs
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
@@ -163,7 +160,7 @@ def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) ->
 
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
-    """Return the cache key of `loads`: the arguments on which its result depends."""
+    """Return a cache key for `loads`: a tuple of all values on which the result of `loads` depends."""
     return (description, layout.pipeline, layout.chunks, layout.schedule, *timed_fields(layout))
 
 

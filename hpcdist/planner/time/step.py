@@ -42,9 +42,9 @@ WIDE_BYTES = 4  # float32: of a master, a moment
 
 
 def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
-    """Return the seconds of the gradient norm and the optimizer update on one device.
+    """Return the seconds that a device needs for the gradient norm and the optimizer update.
 
-    ``parameters``: number on the device before sharding, including ``expert_parameters``.
+    ``parameters``: number of parameters on the device before ZeRO shards them, including ``expert_parameters``.
     """
     numbers = updated_parameters(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
@@ -55,14 +55,14 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def updated_parameters(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of ``parameters`` that one of ``replicas`` ranks, or a parameter server, updates."""
+    """Return the number of parameters, out of ``parameters``, that one of ``replicas`` ranks or one server updates."""
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
     return parameters / replicas if stage_of(layout.strategy) else parameters
 
 
 def update_bytes_per_parameter(layout: ParallelLayout) -> float:
-    """Return the memory traffic of gradient norm and optimizer in bytes per parameter."""
+    """Return the bytes per parameter that gradient norm and optimizer update move in the memory of a device."""
     parameter, gradient, _ = unsharded(layout)
     wide = layout.precision not in ("float32", "float64")
     master = WIDE_BYTES if wide else parameter
@@ -75,7 +75,7 @@ TOKEN_BYTES: Final = 4  # largest type of stored tokens
 
 
 class MicrobatchFlow(NamedTuple):
-    """Seconds of all micro-batches of a step, without gradient exchange and optimizer update."""
+    """Times of all micro-batches of a step. Gradient exchange and optimizer update are not included."""
 
     slowest: StageTime  # of the slowest pipeline rank
     fullest: StageTime  # of the pipeline rank with the most parameters
@@ -92,9 +92,10 @@ def microbatch_flow(
     *,
     simulate: bool = False,
 ) -> MicrobatchFlow:
-    """Return the times of a step's micro-batches. Raises ConfigurationError for an impossible schedule.
+    """Return the times of all micro-batches in a step of ``global_batch`` samples.
 
-    ``description``: model. ``global_batch``: samples per step.
+    ``description``: the model to train. ``simulate``: as for `timing`. Raises ConfigurationError if the schedule of
+    ``layout`` is impossible.
     """
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
@@ -130,9 +131,10 @@ def timing(
     spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
     flow: MicrobatchFlow | None = None,  # result of `microbatch_flow`
 ) -> TimeEstimate:
-    """Return the seconds of a step by phase. Raises ConfigurationError for an impossible schedule or precision.
+    """Return the seconds of a training step of ``global_batch`` samples, by phase, such as "forward".
 
-    ``description``: model. ``global_batch``: samples per step.
+    ``description``: the model to train. Raises ConfigurationError if the schedule or precision of ``layout`` is
+    impossible.
     """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
@@ -167,9 +169,9 @@ def data_exchange(
     stage: StageTime,
     spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
 ) -> ExchangeCost:
-    """Return the cost of exchanging one pipeline rank's gradients and parameters over the data axis.
+    """Return the cost of the exchange of gradients and parameters of one pipeline rank over the data axis.
 
-    ``stage``: times of the rank. ``spare_bytes``: free memory for larger gradient buckets.
+    ``stage``: times of the pipeline rank. ``spare_bytes``: free memory for gradient buckets above the default size.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.kernels.keeps_end_layers:
@@ -201,7 +203,7 @@ def _matrices(description: ModelDescription, layout: ParallelLayout) -> tuple[tu
 
 
 def tied_sum(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing the gradients of a tied tensor over the first and last pipeline rank."""
+    """Return the cost of the sum of the gradients of a tied tensor over the first and the last pipeline rank."""
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NO_COST
     elements = description.tied_parameters / layout.tensor
@@ -222,7 +224,7 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing the gradients of norm weights over the tensor ranks, for the layers of ``load``."""
+    """Return the cost of the sum over tensor ranks of the gradients of norm weights in the layers of ``load``."""
     if layout.tensor == 1 or not layout.sequence_parallel:
         # Only sequence parallelism needs this sum.
         return NO_COST
@@ -256,7 +258,7 @@ def _bytes(
 def _check(layout: ParallelLayout, microbatches: int) -> None:
     if layout.schedule == FILE:
         raise ConfigurationError(
-            f"schedule = {FILE!r}: a schedule from a file cannot be planned; choose one of {', '.join(SCHEDULES)}"
+            f"schedule = {FILE!r}: the planner cannot plan a schedule from a file; choose one of {', '.join(SCHEDULES)}"
         )
     check_schedule(layout.schedule, layout.pipeline, microbatches, layout.chunks)
 

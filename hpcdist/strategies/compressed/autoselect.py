@@ -49,7 +49,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Gradient compressor that a run uses, and where the choice comes from, such as the recipe or a measurement."""
+    """Gradient compressor that a run uses, and the source of the choice, such as the recipe or a measurement."""
 
     name: str
     source: str  # "recipe", "checkpoint", "measured" or "default"
@@ -89,7 +89,7 @@ def decide(
     budget_s: float = BUDGET_S,  # time limit
     clock: Callable[[], float] = time.perf_counter,
 ) -> CompressionDecision:
-    """Choose the fastest compressor in ``config.candidates``, or "none", for all ranks. Collective over the world.
+    """Measure and return the fastest compressor in ``config.candidates``, or "none". Collective over the world.
 
     ``seed``: seed of the run, for compressors with random numbers.
     """
@@ -154,7 +154,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Scale the gradient values down if the next measured round could overflow."""
+        """Scale the gradient values down if the next timed repetition of `run` could overflow."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

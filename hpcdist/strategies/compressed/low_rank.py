@@ -123,7 +123,7 @@ class PowerSgdReduction:
             self.matrices[key].query[...] = before
 
     def pieces(self, parts: Iterable[Range]) -> list[Piece]:
-        """Return a list of checkpoint pieces: low-rank factors of the tensors in the flat ranges ``parts``. Local."""
+        """Return a list of checkpoint pieces: a low-rank factor of each matrix in the flat ranges ``parts``. Local."""
         return [
             Piece.whole(QUERY, segment.key, self.matrices[segment.key].query)
             for part in parts

@@ -39,7 +39,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """Flat parameter range of one tensor, and the byte range of its payload in a compressed message."""
+    """Tensor in a compressed message: its flat parameter range, and the byte range of its payload in the message."""
 
     where: Range  # flat parameter range of the tensor
     place: Range  # byte range in the message
@@ -47,7 +47,7 @@ class CodedUnit:
 
 @dataclass(frozen=True)
 class CodedMessage:
-    """Layout of a message that holds several compressed tensors: their byte ranges, and the message size."""
+    """Layout of a message that holds several compressed tensors: byte range of each tensor, and message size."""
 
     units: tuple[CodedUnit, ...]
     nbytes: int
@@ -72,7 +72,7 @@ class GradientCoder:
         return CodedMessage(tuple(units), offset)
 
     def encode(self, values: Array, part: Range, payloads: Array) -> None:
-        """Compress the float32 gradients ``values`` of parameter range ``part`` into the byte array ``payloads``."""
+        """Compress ``values``, the float32 gradients of the flat range ``part``, into the byte array ``payloads``."""
         for unit in self.message(part).units:
             self.encode_unit(unit, values[unit.where.shift(-part.start).slice], payloads[unit.place.slice])
 
@@ -90,12 +90,12 @@ class GradientCoder:
         return RandomKey(self.seed, self.step, self.rank, unit.where.start // _LINE)
 
     def decode(self, payloads: Array, part: Range, out: Array) -> None:
-        """Decode ``payloads`` of parameter range ``part`` to ``out``; leave the padding between tensors unchanged."""
+        """Decode ``payloads`` of the flat range ``part`` into ``out``. Padding between tensors stays unchanged."""
         for unit in self.message(part).units:
             self.compressor.decode(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
 
     def add(self, payloads: Array, part: Range, out: Array) -> None:
-        """Decode ``payloads`` of parameter range ``part`` and add the values to ``out``."""
+        """Decode ``payloads`` of the flat range ``part``, and add the decoded values to ``out``."""
         for unit in self.message(part).units:
             self.compressor.add(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
 
@@ -112,14 +112,14 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Mean number of (encodings, decodings) per gradient value on a rank."""
+        """(encodings, decodings): mean number of times that a rank encodes or decodes a gradient value."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return a list of the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
         return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum ``values``, the gradients of the parameter range ``part``, over all ranks in place. Collective."""
+        """Sum ``values``, the gradients of the flat range ``part``, over all ranks in place. Collective."""
 
 
 class _Messages:
@@ -150,9 +150,9 @@ class _Messages:
 
 
 class QuantisedReduction(CompressedReduction):
-    """Compressed reduce-scatter and all-gather: each rank decodes and sums its shard in float32.
+    """Compressed reduce-scatter, all-gather and allreduce. Each rank decodes and sums one shard in float32.
 
-    An allreduce is both: it compresses the gradients, and then the sums.
+    An allreduce is a reduce-scatter followed by an all-gather. It compresses the gradients, and then the sums.
     """
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
@@ -163,7 +163,7 @@ class QuantisedReduction(CompressedReduction):
         return 1.0, 2.0 - 1.0 / self.comm.size
 
     def shares(self, part: Range) -> list[Range]:
-        """Return a list with the subrange of the flat gradient range ``part`` that each rank sums. Local."""
+        """Return a list. Item r is the subrange of the flat range ``part`` that rank r sums. Local."""
         return [share.shift(part.start) for share in split(part.size, self.comm.size, FLOAT32.itemsize)]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -172,9 +172,9 @@ class QuantisedReduction(CompressedReduction):
         self.all_gather(values, part, shares)
 
     def reduce_scatter(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """Reduce-scatter the gradients ``values`` of the flat range ``part``, compressed. Collective.
+        """Reduce-scatter ``values``, the gradients of the flat range ``part``, in compressed messages. Collective.
 
-        Afterwards, rank r has the sum of ``shares[r]``, a subrange of ``part``.
+        Afterwards, ``values`` of rank r contain the sum for ``shares[r]``, a subrange of ``part``.
         """
         comm, share = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)
@@ -201,9 +201,9 @@ class QuantisedReduction(CompressedReduction):
         return sent
 
     def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """All-gather ``values`` of the flat range ``part``, compressed. Collective.
+        """All-gather ``values`` of the flat range ``part`` in compressed messages. Collective.
 
-        Rank r sends ``shares[r]``, a subrange of ``part``.
+        Rank r sends its values of ``shares[r]``, a subrange of ``part``.
         """
         comm = self.comm
         _compare(comm, "all_gather", self.coder, part, shares)
@@ -216,7 +216,7 @@ class QuantisedReduction(CompressedReduction):
 
 
 class GatheredReduction(CompressedReduction):
-    """Allreduce that gathers the compressed gradients of all ranks; every rank decodes and sums them."""
+    """Allreduce in which every rank gathers the compressed gradients of all ranks, then decodes and sums them."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
         self.comm, self.coder, self._messages = comm, coder, _Messages(comm)
@@ -239,7 +239,7 @@ class GatheredReduction(CompressedReduction):
 
 
 class PayloadAllreduce(CompressedReduction):
-    """Allreduce that sums gradients in compressed form and decodes only the sum; for linear compressors."""
+    """Allreduce for linear compressors. It sums gradients in compressed form, and decodes only the sum."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder, algorithm: str) -> None:
         assert coder.compressor.is_linear and coder.rank == 0
@@ -283,7 +283,7 @@ def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, s
 
 
 def inter_node(data: Communicator) -> Communicator:
-    """Return the communicator of the ranks with the same local rank, one rank per node. Collective over ``data``."""
+    """Return a communicator of one data rank per node, all with this rank's local rank. Collective over ``data``."""
     nodes = data.nodes()
     if not nodes.uniform:
         raise ConfigurationError(

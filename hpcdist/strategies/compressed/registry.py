@@ -76,9 +76,9 @@ class BucketReduction:
 
 
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
-    """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
+    """Return the compressed allreduce of gradients over the data axis. Collective over the data axis.
 
-    ``config``: options of the compressor. ``seed``: seed of its random numbers.
+    ``name``, ``config``: compressor and its options. ``seed``: seed of the compressor's random numbers.
     """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
@@ -91,13 +91,12 @@ def reduction_of(
     name: str,
     config: CompressionConfig,
     seed: int,
-    algorithm: str,  # of compressors whose payloads are summed
+    algorithm: str,  # allreduce algorithm for compressors whose payloads are summed
     on: str = "cpu",
 ) -> BucketReduction:
     """Return an object that allreduces gradients over ``data`` with the compressor ``name``. Collective.
 
-    ``buckets``: flat ranges to reduce one by one. ``algorithm``: allreduce algorithm for payloads that can be summed.
-    ``on``: "cpu" or "gpu".
+    ``buckets``: flat ranges, each reduced by one call. ``on``: device of the gradients, "cpu" or "gpu".
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction

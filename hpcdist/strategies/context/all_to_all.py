@@ -22,7 +22,7 @@ Target: TypeAlias = tuple[Array, bool]  # (array, whether to add to it)
 
 
 class AllToAllAttention:
-    """All-to-all attention: ranks exchange tokens for heads, and each computes some heads of all tokens. Collective."""
+    """All-to-all attention: after an all-to-all, each rank computes some heads for all tokens. Collective."""
 
     # The number of ranks must divide the number of query heads, and divide or be a multiple of the number of key heads.
     # Same interface as `hpcdist.models.attention.flash.LocalAttention`.

@@ -30,7 +30,7 @@ from hpcdist.strategies.schedule.step import NanFinder
 
 
 class ContextAxis:
-    """The ranks of ``comm``, which divide the tokens of each sample. Methods are local unless marked."""
+    """Ranks of ``comm`` that divide each sample's tokens among them. Methods are local unless marked collective."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
-        """Return this rank's lists (forward, backward) of sends and receives in one attention layer.
+        """Return (forward, backward): tuples of this rank's sends, receives and computations in one attention layer.
 
         ``window``: sliding-window size in tokens, or 0 for full attention.
         """
@@ -67,21 +67,21 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return a tuple with one entry per rank r: the ranks that use the keys of r, first r, then in ring order.
+        """Return a tuple. Item r is the tuple of ranks that use the keys of rank r: first r, then others in ring order.
 
-        ``window``: sliding-window size in tokens, or 0.
+        ``window``: sliding-window size in tokens, or 0 for full attention.
         """
         return paths(self.pieces, window)
 
     def cut(self, samples: Array) -> Array:
-        """Return a copy of this rank's tokens of ``samples``. Raises DataError for a wrong sample length."""
+        """Return a copy of ``samples`` with only this rank's tokens. Raises DataError for a wrong sample length."""
         if not isinstance(samples, ArrayGroup) and samples.ndim == 2 and samples.shape[1] == 0:
             return samples  # on a rank that does not read its samples
         if isinstance(samples, ArrayGroup) or samples.ndim < 2 or samples.shape[1] != self.context:
             received = "several arrays" if isinstance(samples, ArrayGroup) else f"a batch of shape {samples.shape}"
             raise DataError(
-                f"parallel.context = {self.size} divides samples of data.context = {self.context} tokens, but the "
-                f"input is {received}; pass inputs and targets of shape (samples, {self.context}), or set "
+                f"parallel.context = {self.size} needs samples of data.context = {self.context} tokens, but the "
+                f"input is {received}; pass inputs and targets of shape (samples, {self.context}), or change "
                 "data.context"
             )
         return self.rows(samples, 1)
@@ -107,7 +107,7 @@ class ContextAxis:
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
-        """Send ``send[send_ranges[q]]`` to each rank q; receive into ``receive[receive_ranges[q]]``. Collective."""
+        """Send ``send[send_ranges[q]]`` to rank q, and receive ``receive[receive_ranges[q]]`` from q. Collective."""
         was_finite, begin = self.watch.sees_only_finite(send), time.perf_counter()
         self.comm.all_to_all(send, receive, send_ranges, receive_ranges)
         if not is_device(send):
@@ -116,7 +116,7 @@ class ContextAxis:
             self.watch.distrust(receive)
 
     def all_gather(self, local: np.ndarray) -> np.ndarray:
-        """Return an array: the integer arrays ``local`` of all ranks, stacked along a new first axis. Collective."""
+        """Return the integer arrays ``local`` of all ranks, stacked along a new first axis of one array. Collective."""
         whole, begin = np.empty((self.size, *local.shape), local.dtype), time.perf_counter()
         whole[self.rank] = local
         self.comm.all_gather(whole.reshape(-1), [Range(r * local.size, (r + 1) * local.size) for r in range(self.size)])
@@ -130,7 +130,7 @@ class ContextAxis:
 
 
 class Ring:
-    """Ring attention messages: each rank's keys and values go to all ranks whose queries use them."""
+    """Messages of ring attention. The keys and values of a rank go to all ranks whose queries use these keys."""
 
     # Keys and values of a rank have shape (batch, tokens of the rank, ``columns``). ``like``: array with the batch size
     # and dtype of the keys. ``saved``: scratch memory, enough for ``most`` columns. ``window``: sliding window in
@@ -150,7 +150,7 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Yield (rank, keys, gradients to fill or None, poll function) per rank whose keys are needed. Collective.
+        """Yield (rank, keys, key gradients to fill or None, poll function) per rank whose keys are needed. Collective.
 
         ``local_block``: this rank's keys and values.
         """

@@ -26,7 +26,7 @@ class AttentionShare:
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of a sample's tokens on any rank."""
+        """Maximum number of tokens of one sample on a rank."""
         return -(-self.tokens // self.ranks)
 
     @property
@@ -36,7 +36,7 @@ class AttentionShare:
 
 
 def head_parts(share: AttentionShare) -> int:
-    """Return the number of messages that carry one rank's key heads in ring attention on CPUs.
+    """Return the number of messages into which ring attention on CPUs splits the key heads of a rank.
 
     ``share``: sizes of the attention layer.
     """
@@ -45,7 +45,7 @@ def head_parts(share: AttentionShare) -> int:
 
 
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
-    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention layer.
+    """Return a pair (forward, backward): the mean number of bytes that a rank sends in one attention layer.
 
     ``share``: sizes of the layer. ``method``: "ring" or "all_to_all".
     """
@@ -62,7 +62,7 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return a pair (forward, backward) of tuples: the mean bytes that a rank sends in each all-to-all of the pass.
+    """Return (forward, backward): tuples of the mean number of bytes that a rank sends in each all-to-all of the pass.
 
     ``share``: sizes of the attention layer.
     """
@@ -76,7 +76,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the maximum number of key blocks that a rank receives in ring attention in the layer of ``share``."""
+    """Return the maximum number of key blocks that one rank receives in the ring attention layer ``share``."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -86,7 +86,7 @@ def ring_passes(share: AttentionShare) -> int:
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
     """Return the seconds of communication that computation does not hide in one pass of ring attention.
 
-    ``tile_s``: seconds to compute with one rank's keys. ``pass_s``: seconds to send these keys to the next rank.
+    ``tile_s``: seconds to compute attention over one rank's keys. ``pass_s``: seconds to send one rank's keys.
     """
     if ranks == 1:
         return 0.0
@@ -119,7 +119,7 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return a dict {name: number of elements} of the scratch buffers of context parallelism on a rank.
+    """Return a dict {buffer name: number of elements} of a rank's scratch buffers for context parallelism.
 
     ``share``: sizes of the attention layer. ``method``: "ring" or "all_to_all".
     """

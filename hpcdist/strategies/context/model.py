@@ -123,7 +123,7 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
     """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
 
-    ``axis``: the context ranks that divide the tokens.
+    ``axis``: the context ranks that divide the tokens, or None to return ``model`` itself.
     """
     if axis is None:
         return model

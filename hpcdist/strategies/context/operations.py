@@ -29,7 +29,7 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return a tuple with two token ranges per rank, one early and one late, of a sample of ``context`` tokens."""
+    """Return a tuple of each rank's token ranges in a sample of ``context`` tokens: one early and one late range."""
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
         return (consecutive_positions(context),)
@@ -48,7 +48,7 @@ def tokens(rank_pieces: Pieces) -> int:
 
 
 def visits(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``.
+    """Return a tuple with a `Visit` for the keys and values of each other rank, in order of arrival at ``rank``.
 
     ``token_ranges``: token ranges of each rank in a sample.
     """
@@ -67,7 +67,7 @@ def visits(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool) -> tupl
 
 @lru_cache(maxsize=256)
 def paths(token_ranges: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return a tuple with one entry per rank r: the ranks that use the keys and values of r, in ring order from r.
+    """Return a tuple. Item r is a tuple of the ranks that use the keys and values of rank r, in ring order from r.
 
     ``token_ranges``: token ranges of each rank. ``window``: sliding-window size in tokens, or 0.
     """
@@ -89,7 +89,7 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
 
 
 def pairs(token_ranges: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
+    """Return the number of visible (query, key) pairs in one sample, counting only queries on ``rank``.
 
     ``token_ranges``: token ranges of each rank.
     """
@@ -111,7 +111,7 @@ HOME: Final = "gradients2"  # memory of received gradients, in the end the gradi
 
 
 class Action(Enum):
-    """Type of a ring operation; a SEND or RECEIVE is in flight until the next WAIT for its buffer."""
+    """Type of a ring operation. A SEND or RECEIVE is in flight until the next WAIT for the same buffer."""
 
     RECEIVE = "receive"  # from the peer
     SEND = "send"  # to the peer
@@ -140,7 +140,7 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Number of tokens per sample that this rank exchanges with each rank in an all-to-all."""
+    """Numbers of tokens per sample that this rank sends to each rank, and receives from each rank, in an all-to-all."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -193,7 +193,7 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 
 
 def head_exchanges(token_ranges: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
-    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
+    """Return a tuple with a `HeadExchange` for each all-to-all of ``rank`` in one attention pass, in execution order.
 
     ``token_ranges``: token ranges of each rank in each sample.
     """

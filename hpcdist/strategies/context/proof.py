@@ -18,7 +18,7 @@ Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ran
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Raise ScheduleError unless the operations execute one context-parallel attention correctly.
+    """Raise ScheduleError unless ``lists`` execute one pass of context-parallel attention correctly.
 
     ``lists``: operations of each rank in ``ranks``. ``visited``: for each rank r, the ranks that use the keys of r.
     """
@@ -52,8 +52,8 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
         if None in row:
             missing = ranks[row.index(None)]
             raise ScheduleError(
-                f"rank {missing} calls {number} all-to-alls of attention heads, but other ranks of its context axis "
-                "call more all-to-alls; give every rank the same recipe and version"
+                f"rank {missing} calls {number} all-to-alls of attention heads, but other ranks of the context axis "
+                "call more; give every rank the same recipe and version"
             )
 
 

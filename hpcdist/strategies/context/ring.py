@@ -148,7 +148,7 @@ class _Travelling:
         return KeyGradients(self._of(block), block, block, self._part.start)
 
     def add_home(self, target: Array) -> None:
-        """Add the gradients that other ranks computed for local keys and values to ``target``. Local."""
+        """Add the gradients of local keys and values, computed by other ranks, to ``target``. Local."""
         home, width = self._ring.block(HOME, self._rank), self._part.size * self._heads.size
         for at, columns in enumerate(self._columns(target)):
             target[..., columns] += home[..., at * width : (at + 1) * width]

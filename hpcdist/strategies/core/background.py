@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True)
 class PrefetchCounts:
-    """Number of prefetched gathers that were complete when needed (hits), and that were not (misses)."""
+    """Numbers of prefetched gathers that were complete when needed (hits) or still in flight (misses)."""
 
     hits: int = 0
     misses: int = 0
@@ -23,7 +23,7 @@ class PrefetchCounts:
 
 
 class BackgroundCollectives:
-    """Collectives in flight over the data axis. All ranks must start and close them in the same order."""
+    """Collectives that run in the background over the data axis. All data ranks must start them in the same order."""
 
     # ``kind``: method of making progress, one of `nonblocking.KINDS`, such as "poll". Methods that start a collective
     # take a ``key``, an identifier for the later `wait` or `wait_gather`.
@@ -37,14 +37,14 @@ class BackgroundCollectives:
         self._fetched = PrefetchCounts()
 
     def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
-        """Start to allreduce ``gradients`` in place. Call `wait` with the same ``key``, an arbitrary identifier."""
+        """Start to allreduce ``gradients`` in place with ``algorithm``. ``key``: identifier of this call for `wait`."""
         with self._exposed():
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
         """Start to reduce-scatter ``gradients`` in place with ``algorithm``: rank r gets the sum of ``shares[r]``.
 
-        ``key``: identifier for `wait`.
+        ``key``: identifier of this call for `wait`.
         """
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
@@ -57,7 +57,7 @@ class BackgroundCollectives:
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
         """Start to all-gather ``parameters`` in place with ``algorithm``: rank r sends ``shares[r]``.
 
-        ``key``: identifier for `wait_gather`.
+        ``key``: identifier of this call for `wait_gather`.
         """
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
@@ -78,7 +78,7 @@ class BackgroundCollectives:
             self._progress.progress()
 
     def drain(self) -> None:
-        """Wait until all collectives in flight are complete. The caller must still wait for each key."""
+        """Wait until all collectives in flight are complete. The caller must still call `wait` for each key."""
         with self._exposed():
             for handle in self._in_flight.values():
                 handle.wait()
@@ -111,5 +111,5 @@ class BackgroundCollectives:
         return counts
 
     def close(self) -> None:
-        """Free the communicator, and end the thread. Collective over the data axis."""
+        """End the background thread, and free its communicator. Collective over the data axis."""
         self._progress.close()

@@ -16,7 +16,7 @@ import math
 def daly(cost_s: float, mtbf_s: float) -> float:
     """Return Daly's optimal work time in seconds between checkpoints.
 
-    ``cost_s``: time of a save. ``mtbf_s``: mean time between failures.
+    ``cost_s``: seconds per save. ``mtbf_s``: mean time between failures in seconds.
     """
     _check(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
@@ -26,9 +26,9 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def slowdown(work_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return wall time divided by work time, with a checkpoint after every ``work_s`` seconds of work.
+    """Return the expected wall time divided by the work time, with a save after every ``work_s`` seconds of work.
 
-    ``cost_s``: time of a save. ``mtbf_s``: mean time between failures. ``restart_s``: time of a restart.
+    ``cost_s``: seconds per save. ``mtbf_s``: mean seconds between failures. ``restart_s``: seconds per restart.
     """
     _check(cost_s, mtbf_s)
     assert work_s > 0 and restart_s >= 0

@@ -89,15 +89,15 @@ class Exchange:
 
     @property
     def weights(self) -> FlatStore:
-        """The parameters to save in a checkpoint: the float32 master weights of 16-bit parameters."""
+        """The parameters to save in a checkpoint. For 16-bit parameters, these are the float32 master weights."""
         return self.update.parameters if self.update.master is None else self.update.master.weights
 
     def plan(self) -> list[Operation]:
-        """Return a list of the operations of a step that exchange gradients and parameters and update them. Local."""
+        """Return a list of the operations that exchange gradients and update parameters in one step. Local."""
         raise NotImplementedError
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare to execute ``operations``, the list of a step or an evaluation. Collective over the data axis."""
+        """Prepare to execute the list ``operations`` of a step or an evaluation. Collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the store that now holds the parameters of ``layer``. Local."""
@@ -112,21 +112,21 @@ class Exchange:
         return self.update.norm_squared()
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Sum the float64 ``values`` over the world in place, with equal bits on all ranks. Return them. Collective."""
+        """Sum float64 ``values`` in place over the world, with equal bits on all ranks. Return the sums. Collective."""
         collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return a pair: sum of all ranks' ``losses``, and elementwise sum of all ranks' ``values``. Collective."""
+        """Return (sum of the losses of all ranks, elementwise sum of ``values`` over all ranks). Collective."""
         sums = self.agree(np.concatenate([[sum(losses)], values]))
         return float(sums[0]), sums[1:]
 
     def begin_update(self, scale: float) -> None:
-        """Start the update of a step, with gradients multiplied by ``scale``. Local."""
+        """Start the optimizer update of a step, which multiplies gradients by ``scale``. Local."""
         self.update.begin_update(scale)
 
     def count_samples(self, local_samples: int, samples: int) -> None:
-        """Record the samples in the step: ``local_samples`` of this replica, ``samples`` of all replicas. Local."""
+        """Record the numbers of samples in the step, in this replica and in all replicas together. Local."""
 
     def scaled_by(self, loss_scale: float) -> None:
         """Record that the next step's gradients contain the factor ``loss_scale``. Local."""
@@ -143,7 +143,7 @@ class Exchange:
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return a dict of "spectral_gap" and "consensus_distance" (floats); {} if replicas never differ. Local."""
+        """Return {"spectral_gap": float, "consensus_distance": float}, or {} if replicas never differ. Local."""
         return {}
 
     def applied_gradients(self) -> Iterable[Array]:
@@ -151,7 +151,7 @@ class Exchange:
         return (self.gradients.contents(part) for part in self.update.parts)
 
     def finish(self) -> bool:
-        """Apply a gradient that is still pending after the last step. Return True if there was one. Collective."""
+        """Apply the gradient that is pending after the last step. Return True if a gradient was pending. Collective."""
         return False
 
     def load_initial(self, initial: FlatStore) -> None:
@@ -161,7 +161,7 @@ class Exchange:
             self.parameters.copy_from(rounded(initial, self.parameters.dtype))
 
     def pieces(self) -> Sequence[Piece]:
-        """Return a list of the array pieces that this rank saves in a checkpoint. Collective over the data axis."""
+        """Return a list of the pieces of arrays that this rank saves in a checkpoint. Collective over the data axis."""
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
@@ -192,7 +192,7 @@ class Exchange:
             self.spread()
 
     def spread(self) -> None:
-        """Send the parameters that this rank updates to all ranks with a copy. Collective over the data axis."""
+        """Send the parameters that this rank updates to all ranks that keep a copy. Collective over the data axis."""
 
     def close(self) -> None:
         """Free communicators, windows and threads. No step can follow. Collective over the world."""
@@ -213,7 +213,7 @@ def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
     """Return a list of checkpoint pieces: views of all tensors in the flat ranges ``parts`` of each store.
 
-    ``stores``: a dict from the kind of array, such as "parameters", to its store.
+    ``stores``: a dict {kind of array, such as "parameters": store with these arrays}.
     """
     return [
         Piece.of(kind, segment, touched, store.contents(touched))

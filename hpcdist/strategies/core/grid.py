@@ -20,7 +20,7 @@ SHOWN: Final = 4  # number of first and of last groups that a long row shows
 class ShardingDegrees:
     """Numbers of ranks that shard parameters, gradients and optimizer state.
 
-    Each number divides the next, because each shard is divided further.
+    ``parameters`` divides ``gradients``, and ``gradients`` divides ``optimizer``, because shards are divided further.
     """
 
     parameters: int
@@ -98,7 +98,7 @@ class ProcessGrid:
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return a list with one line of text per pipeline stage: its nodes and the ranks of its tensor groups.
+    """Return a list with one line of text per pipeline stage: the nodes and tensor groups of the stage.
 
     ``nodes``: ranks of each node.
     """
@@ -139,7 +139,7 @@ def _few(words: list[str]) -> list[str]:
 
 
 class GridCommunicators:
-    """Communicators along the axes of a grid, each split collectively from ``comm`` at first use."""
+    """Communicators along the axes of ``grid``. The first use of each communicator is collective over ``comm``."""
 
     def __init__(self, grid: ProcessGrid, comm: "Communicator") -> None:
         assert grid.size == comm.size
@@ -188,14 +188,14 @@ class GridCommunicators:
         return self._along("tensor")
 
     def experts(self, degree: int) -> "Communicator":
-        """Return the communicator of this rank's group of ``degree`` replicas that divide the experts."""
+        """Return the communicator of the ``degree`` replicas, including this rank, that divide the experts."""
         replicas = self.replicas
         if degree == replicas.size:
             return replicas
         return self._part(replicas, replicas.rank // degree, replicas.rank, "experts")
 
     def free(self) -> None:
-        """Free the communicators; no operation may be in flight on any of them. Collective over ``comm``."""
+        """Free the communicators. No operation may be in flight on any communicator. Collective over ``comm``."""
         for comm in self._split.values():
             comm.free()
         self._split.clear()

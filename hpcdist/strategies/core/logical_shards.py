@@ -28,7 +28,7 @@ FINGERPRINT_BYTES: Final = 4
 
 @cache
 def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
-    """Return a hash of the rounding of floating-point computations in ``dtype`` on this rank. Local."""
+    """Return a hash of test computations in ``dtype``. Ranks with different rounding get different hashes. Local."""
     # Ranks with equal hashes are expected to compute equal bits. The first call takes tens of milliseconds.
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for rows, inner, columns in FINGERPRINT_SHAPES:
@@ -67,7 +67,7 @@ class LogicalShards:
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
-        """Add the gradients of the local micro-batch number ``microbatch`` to the summation ``tree``. Local."""
+        """Add ``gradients``, of this rank's micro-batch number ``microbatch``, to the summation ``tree``. Local."""
         # Micro-batch i is logical shard i of this rank. Further micro-batches are ignored.
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
@@ -75,7 +75,7 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses`` and the array sum of all ranks' ``values``. Collective.
+        """Return (sum of the losses of all ranks, array with the sum of ``values`` over all ranks). Collective.
 
         ``agree``: function that sums an array over all ranks.
         """
@@ -106,7 +106,7 @@ def _common(context: RankContext) -> str:
     other = [rank for rank, name in enumerate(names) if name != names[0]]
     if other:
         raise ConfigurationError(
-            f"run.logical_shards: rank {other[0]} and {len(other) - 1} other ranks compute different bits than rank 0 "
-            f"(the fingerprint of the floating-point results is {names[other[0]]}, not {names[0]}). {CURE}"
+            f"run.logical_shards needs equal bits on all ranks, but rank {other[0]} and {len(other) - 1} other ranks "
+            f"compute different bits than rank 0 (fingerprint {names[other[0]]}, not {names[0]}). {CURE}"
         )
     return str(names[0])

@@ -37,20 +37,20 @@ class NoLossScale:
     skips_overflow = False  # whether a non-finite gradient skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True: the step may update. Raises NonFiniteError if the gradient ``norm`` is not finite.
+        """Return True, which lets the step update. Raises NonFiniteError if the gradient ``norm`` is not finite.
 
-        ``step``: text that names the step, for messages.
+        ``step``: name of the step in messages.
         """
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return an empty state: a run without a loss scale has nothing to save."""
+        """Return {}, because a run without a loss scale has no state to save."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Ignore ``state``: a run without a loss scale may resume a checkpoint that has one."""
+        """Ignore ``state``. A run without a loss scale may resume a checkpoint with a loss scale."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class FixedLossScale(NoLossScale):
     def after(self, step: str, norm: float) -> bool:
         """Return True if the step may update, or False to skip the update because the gradient ``norm`` is not finite.
 
-        Raises NonFiniteError after too many skips. ``step``: text that names the step, for messages.
+        Raises NonFiniteError after too many consecutive skips. ``step``: name of the step in messages.
         """
         if math.isfinite(norm):
             self.overflows = 0
@@ -79,7 +79,7 @@ class FixedLossScale(NoLossScale):
         return False
 
     def _grow(self) -> None:
-        """Record a step without gradient overflow."""
+        """Record a step without gradient overflow. A constant scale does not change."""
 
     def _lower(self, step: str) -> None:
         if self.overflows >= MAXIMUM_OVERFLOWS:
@@ -149,7 +149,7 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 copies of a layer's 16-bit parameters and gradients during its computation. Local."""
+    """Float32 copies of a layer's 16-bit parameters and gradients while the layer is computed. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         super().__init__(context, exchange, copies)
@@ -183,7 +183,7 @@ class MixedPrecisionViews(ParameterViews):
         self._has_copies = False
 
     def parameters(self, unit: int) -> Parameters:
-        """Return float32 parameters of layer number ``unit``. Free the float32 parameters of other layers."""
+        """Return the float32 parameters that layer ``unit`` uses. Free the float32 parameters of other layers."""
         if unit not in self._parameters:
             self._keep(self._needs[unit])
             for used in self._needs[unit] - self._widened:
@@ -244,7 +244,7 @@ class MixedPrecisionViews(ParameterViews):
         self._held.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Do nothing: float32 copies stay valid when the memory of 16-bit parameters moves."""
+        """Do nothing, because float32 copies stay valid when the memory of 16-bit parameters moves."""
 
     def _parameters_at(self, layer: int) -> FlatStore:
         return self._copied_parameters if layer in self._copies.layers else self._wide_parameters.at(layer)

@@ -64,19 +64,13 @@ class StagePlacement:
 
 
 def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the `StagePlacement` of the model chunks ``parts`` (layer ranges).
-
-    Chunk i is on rank i modulo ``ranks``.
-    """
+    """Return the `StagePlacement` that puts chunk i of ``parts`` (layer ranges) on rank i modulo ``ranks``."""
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the `StagePlacement` of the model chunks ``parts`` (layer ranges), two per rank.
-
-    Rank i has the chunks i and 2 * ``ranks`` - 1 - i.
-    """
+    """Return the `StagePlacement` that puts chunks i and 2 * ``ranks`` - 1 - i of ``parts`` on rank i."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 
@@ -153,7 +147,7 @@ class Operation:
 
     @property
     def part(self) -> Range:
-        """The operation's range of the flat parameter vector."""
+        """Range of the flat parameter vector on which the operation works."""
         assert self.range is not None, self
         return self.range
 

@@ -49,17 +49,17 @@ class ParameterViews:
         """Record that the backward pass of model layer number ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
-        """Allocate gradients of layer ``unit`` for a micro-batch without samples."""
+        """Allocate the gradients of layer ``unit`` in place of the backward pass of a micro-batch without samples."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
-        """Zero the gradients of layer ``unit`` that no micro-batch has written."""
+        """Zero the gradients of layer ``unit`` that no micro-batch of this step has written."""
         if unit not in self._complete:
             self.gradients(unit).finish()  # or the gradients would be those from the last step
             self._complete.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero the gradients of this rank's tied tensor copies that no micro-batch has written."""
+        """Zero the gradients of this rank's tied tensor copies that no micro-batch of this step has written."""
         for key in self._copies.keys - self.written:
             self._copies.gradients.view(key)[...] = 0
 
@@ -69,7 +69,7 @@ class ParameterViews:
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Drop the cached views that use memory of layer ``unit`` (None: all layers), because this memory moved."""
+        """Drop cached views of the memory of layer ``unit``, which moved. None drops the views of all layers."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 
@@ -104,7 +104,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. The values of a new store are uninitialised."""
+        """Return the store of the whole ``layer``. The first call allocates the store, without initial values."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])
@@ -115,7 +115,7 @@ class TransientLayers:
         return self._stores[layer]
 
     def free(self, layer: int) -> None:
-        """Free the store that `at` allocated for ``layer``; its memory returns to the pool. Local."""
+        """Return the memory that `at` allocated for ``layer`` to the pool. Local."""
         del self._stores[layer]
         self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 

@@ -75,7 +75,7 @@ class RankContext:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Indices of this rank's model layers with tensors that this strategy handles, in model order."""
+        """Indices of this rank's model layers, in model order. Layers without tensors of this strategy are left out."""
         return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
 
     @property
@@ -116,7 +116,7 @@ class RankContext:
 
     @property
     def part(self) -> Range:
-        """The range of this rank's layers, which must be consecutive, in the flat parameter vector."""
+        """Range of this rank's layers in the flat parameter vector. The layers must be consecutive."""
         (part,) = self.parts
         return part
 
@@ -141,7 +141,7 @@ class RankContext:
     ) -> FlatStore:
         """Return a `FlatStore` of zeros for the flat parameter ranges ``parts`` (default: this rank's layers).
 
-        ``category``: name in memory reports. ``allocate``: function that allocates its memory.
+        ``category``: name in memory reports. ``allocate``: function that allocates the memory, or None.
         """
         return FlatStore(
             self.layout,
@@ -188,9 +188,10 @@ class RankContext:
 
 
 def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) -> Iterator[Range]:
-    """Divide the flat range ``within`` into ranges of whole layers, each of at least ``least_size`` elements.
+    """Yield ranges of whole layers that cover the flat range ``within``, from the last range to the first.
 
-    Yield the last range first. ``layers``: flat range of each layer.
+    Each range has at least ``least_size`` elements, except the range at the start of ``within``. ``layers``: flat range
+    of each layer.
     """
     stop = within.stop
     for layer in sorted(filter(within.intersect, layers), reverse=True):
@@ -204,7 +205,7 @@ def buckets_of_layers(
 ) -> list[Range]:
     """Return a list of buckets of at most ``bucket_bytes`` bytes that cover a flat parameter range, last bucket first.
 
-    ``within``: range to divide (default: all). ``layers``: flat ranges of the layers (default: of ``layout``).
+    ``within``: flat range to cover (default: all). ``layers``: flat ranges of layers (default: all in ``layout``).
     """
     longest = max(1, bucket_bytes // itemsize)
     # Groups of layers with at least ``bucket_bytes`` bytes are cut into buckets of at most ``bucket_bytes`` bytes.
@@ -213,7 +214,7 @@ def buckets_of_layers(
 
 
 def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
-    """Return a list of communication buckets of this rank's layers, in backward order.
+    """Return a list of the communication buckets of this rank's layers, from the last layer to the first.
 
     ``itemsize``: bytes per element.
     """

@@ -23,14 +23,14 @@ from hpcdist.strategies.core.operations import Kind, Operation
 
 
 def unsharded_ranges(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return a list of subranges of the flat ranges ``parts``: tensors that are not sharded over the tensor axis."""
+    """Return a list of the ranges within ``parts`` whose tensors are not sharded over the tensor axis."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
     """Return a list of the subranges of ``parts`` that this rank adds to a sum over ``comm``. Local.
 
-    Exactly one rank of ``comm`` counts each unsharded tensor.
+    Every rank counts its shards of tensors. Only rank 0 counts tensors that ``comm`` does not shard.
     """
     if comm.rank == 0:
         return list(parts)
@@ -40,7 +40,7 @@ def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
     """Sum ``norms``, the squared norms of all tensors of ``layout``, over ``comm`` in place. Collective.
 
-    Only rank 0 contributes the norms of unsharded tensors. ``algorithm``: of the allreduce.
+    Only rank 0 contributes the norms of unsharded tensors. ``algorithm``: allreduce algorithm.
     """
     if comm.size == 1:
         return
@@ -103,7 +103,7 @@ class ShardedUpdate:
         }
 
     def plan(self) -> list[Operation]:
-        """Return a list of the update's operations: compute directions, sum norms, apply. Local."""
+        """Return a list of the operations of the update: compute directions, sum norms if needed, apply. Local."""
         norms = [Operation(Kind.NORMS)] if self.optimizer.needs_norms else []
         return [
             *(Operation(Kind.DIRECTION, range=part) for part in self.parts),
@@ -114,7 +114,7 @@ class ShardedUpdate:
     def norm_squared(self) -> float:
         """Return the sum of squares of this rank's reduced gradients.
 
-        Collective if sums are exact: then rank 0 returns the sum of all ranks, and the others return 0.
+        Collective if sums are exact. Then rank 0 returns the sum over all ranks, and the other ranks return 0.
         """
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
@@ -127,19 +127,16 @@ class ShardedUpdate:
         return float(exact.rounded(digits)) if counts else 0.0
 
     def begin_update(self, scale: float) -> None:
-        """Advance the optimizer's step count. The gradients will be multiplied by ``scale``. Local."""
+        """Advance the optimizer's step count. ``scale``: factor that the update applies to gradients. Local."""
         self._scale = scale
         self.optimizer.begin_step()
 
     def direction(self, op: Operation) -> None:
-        """Compute the optimizer's update directions for the parameters that operation ``op`` names. Local."""
+        """Compute the optimizer's update directions for the parameters in the range of ``op``. Local."""
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum the squared norms of sharded tensors, for the operation ``op``.
-
-        Collective over the ranks that hold shards of the same tensors.
-        """
+        """Sum the squared norm of each tensor over the ranks that hold its shards. Collective over these ranks."""
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
@@ -149,7 +146,7 @@ class ShardedUpdate:
         self._norms = exact.rounded(norms) if self._exactly else norms
 
     def sum_rows(self, op: Operation) -> None:
-        """Sum the gradients of unsharded tensors, for the operation ``op``. Collective over the tensor axis."""
+        """Sum the gradients of tensors that the tensor axis does not shard. Collective over the tensor axis."""
         sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:
@@ -162,5 +159,5 @@ class ShardedUpdate:
         return self.optimizer if isinstance(self.optimizer, MasterWeights) else None
 
     def slots(self) -> dict[str, FlatStore]:
-        """Return a dict from the kind of optimizer state, such as "optimizer.m", to its store. Local."""
+        """Return a dict {kind of optimizer state, such as "optimizer.m": store}. Local."""
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}

@@ -67,7 +67,7 @@ class TiedCopies:
 
     @property
     def keys(self) -> set[str]:
-        """Keys of the tied tensors that this rank has copies of."""
+        """Names of the tensors of which this rank holds copies."""
         return {tie.key for tie in self._held}
 
     def after_backward(self) -> list[Operation]:
@@ -82,7 +82,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Send gradients of tied tensors from ranks with a copy to the owner, and add them there. Collective.
+        """Add the gradients of all copies of tied tensors to the gradients of their owners. Collective.
 
         ``op.unit``: layer of the tied tensors.
         """

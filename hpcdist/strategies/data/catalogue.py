@@ -89,7 +89,7 @@ NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
     """Return the strategy "allreduce", which sums gradients over all data ranks. Collective over the data axis.
 
-    ``shards``: if given, sum the gradients of these logical shards in a fixed order.
+    ``shards``: logical shards whose gradients are summed in a fixed order, or None for no fixed order.
     """
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
@@ -105,10 +105,7 @@ def delayed(context: RankContext) -> DelayedExchange:
 
 
 def compressed(context: RankContext, compression: Compression) -> DataExchange:
-    """Return the strategy that allreduces gradients with the compressor in ``compression``.
-
-    Collective over the data axis.
-    """
+    """Return the strategy that allreduces gradients with ``compression``. Collective over the data axis."""
     name, config, seed = compression.name, compression.config, compression.seed
     if name == "dgc":
         return dgc(context, config)
@@ -129,7 +126,7 @@ def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool
 def onebit(context: RankContext, config: CompressionConfig, seed: int = 0) -> DataExchange:
     """Return the strategy "onebit" (1-bit Adam). Collective over the data axis.
 
-    ``config``: compression options. ``seed``: seed of random numbers.
+    ``config``: compression options. ``seed``: seed of the compressor's random numbers.
     """
     optimizer = replace(context.optimizer, name="sgd", momentum=0.0)  # adds the decay and the learning rate
     update = _whole_update(replace(context, optimizer=optimizer), None)
@@ -201,7 +198,7 @@ def zero(
 ) -> DataExchange:
     """Return the ZeRO strategy of ``stage`` 1, 2 or 3, or raise ConfigurationError. Collective over the world.
 
-    ``shards``: if given, sum the gradients of these logical shards in a fixed order.
+    ``shards``: logical shards whose gradients are summed in a fixed order, or None for any order.
     """
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 

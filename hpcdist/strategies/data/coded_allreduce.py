@@ -145,16 +145,16 @@ class LocalGradients(Reducer):
         self.handlers = {Kind.KEEP: self.keep, Kind.COMPRESS: self.compress}
 
     def keep(self, op: Operation) -> None:
-        """Do nothing: the gradients in the range ``op.range`` stay on this rank. Local."""
+        """Do nothing, because the gradients in the flat range ``op.range`` stay on this rank. Local."""
 
     def compress(self, op: Operation) -> None:
-        """Exchange compressed gradients of ``op.range``, and replace the gradients by update directions."""
+        """Exchange compressed gradients of ``op.range``, and replace them by update directions. Collective."""
         raise NotImplementedError
 
     def norm_squared(self) -> float:
         """Return the sum of squares of this rank's gradients.
 
-        Collective if gradients are clipped: each replica then needs the norm of its own gradient.
+        Collective if gradients are clipped, because each replica then needs the norm of its gradient on all its ranks.
         """
         squared, context = self.update.norm_squared(), self.context
         self._replica = squared
@@ -179,7 +179,7 @@ VELOCITY: Final = "velocity"
 
 
 class DgcCoder(GradientCoder):
-    """Encoder of the largest gradient values; the unsent values accumulate from step to step. Local."""
+    """Encoder that sends only the largest values. Unsent values accumulate from step to step. Local."""
 
     def __init__(self, layout: Layout, density: float, states: Mapping[Range, DeepGradientCompression]) -> None:
         super().__init__(layout, TopK(density=density), seed=0, rank=0)

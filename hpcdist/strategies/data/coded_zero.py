@@ -55,9 +55,9 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
-    """Return one bool per communicator of ``cuts``, in nesting order: True if its messages are compressed.
+    """Return a list with one bool per communicator of ``cuts``: True if messages over this communicator are compressed.
 
-    Collective over ``data``.
+    The order is by nesting level, with the communicator of replicas last. Collective over ``data``.
     """
     # With ``across_nodes``, only communicators with one rank per node compress messages.
     comms = [*cuts.comms, cuts.replicas]
@@ -100,7 +100,7 @@ _ROUND = 1 << 24  # step numbers of the coder: update number + _ROUND * earlier 
 
 
 class CompressedSums:
-    """Sums of ZeRO gradients with a compressor. Construction is collective over the data axis."""
+    """Reduce-scatters of ZeRO gradients in compressed messages. Construction is collective over the data axis."""
 
     def __init__(
         self, context: RankContext, update: ShardedUpdate, cuts: Cuts, name: str, config: CompressionConfig, seed: int
@@ -155,7 +155,7 @@ class CompressedSums:
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         """Reduce-scatter the gradients of ``layer`` in ``store`` with compressed messages. Collective.
 
-        ``start``, ``stop``: nesting levels as in `Cuts.sum`.
+        ``start``: nesting level of the input range. ``stop``: nesting level of this rank's result. See `Cuts`.
         """
         if not (self.feedback.is_open or self.is_compressing):
             self._cuts.sum(store, layer, start, stop)
@@ -193,7 +193,7 @@ _NEAREST: Final = CompressionConfig(error_feedback=True)  # selects rounding to 
 
 
 class CompressedGathers:
-    """All-gathers of sharded layers with a compressor. Construction is collective over the data axis."""
+    """All-gathers of sharded layers in compressed messages. Construction is collective over the data axis."""
 
     def __init__(self, context: RankContext, cuts: Cuts, name: str, *, across_nodes: bool) -> None:
         self._cuts = cuts
@@ -210,7 +210,7 @@ class CompressedGathers:
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         """All-gather the parameters of ``layer`` in ``store`` with compressed messages. Collective.
 
-        ``start``, ``stop``: nesting levels as in `Cuts.gather`.
+        ``stop``: nesting level of this rank's input range. ``start``: nesting level of the result. See `Cuts`.
         """
         for level in reversed(range(start, stop)):
             if level in self._reductions:

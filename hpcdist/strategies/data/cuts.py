@@ -77,8 +77,8 @@ class Cuts:
         shardings = SHARDED | SHARDED_ON_GPUS if context.on == "gpu" else SHARDED
         if self.algorithm not in shardings:
             raise ConfigurationError(
-                f"communication.algorithm = {self.algorithm!r} cannot be halved into a reduce-scatter and an "
-                f"all-gather, as ZeRO needs; on the device type {context.on}, choose one of {', '.join(shardings)}"
+                f"communication.algorithm = {self.algorithm!r} has no separate reduce-scatter and all-gather, which "
+                f"ZeRO needs; on the device type {context.on}, choose one of {', '.join(shardings)}"
             )
         if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self.comms):
             # Its cuts follow the nodes, which may differ between groups. The levels are the hierarchy instead.
@@ -96,7 +96,7 @@ class Cuts:
         return cuts, shares
 
     def first(self, start: int, stop: int) -> Communicator | None:
-        """Return the first communicator between the nesting levels ``start`` and ``stop``, or None. Local."""
+        """Return the first communicator that divides a range of level ``start`` to ``stop`` - 1, or None. Local."""
         return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
@@ -110,23 +110,23 @@ class Cuts:
             self.sum_replicas(store, layer)
 
     def reduce_level(self, store: FlatStore, layer: int, level: int) -> None:
-        """Reduce-scatter ``layer`` of ``store`` among the ranks that divide its range of nesting level ``level``.
+        """Reduce-scatter the range of ``layer`` at nesting level ``level``, in place in ``store``.
 
-        This rank then has the sum of its part of the range, at level ``level`` + 1. Collective over these ranks.
+        Afterwards, this rank has the sum of its range at ``level`` + 1. Collective over the ranks of ``level``.
         """
         comm, part = self.comms[level], self.cuts[layer][level]
         if comm is not None and part:
             self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
 
     def shares_at(self, layer: int, level: int) -> list[Range]:
-        """Return a list with the range of ``layer`` at nesting level ``level`` + 1 on each rank. Local.
+        """Return a list with the range of ``layer`` at nesting level ``level`` + 1 on each rank of ``level``. Local.
 
-        Ranks: the communicator that divides this rank's range at ``level``.
+        The ranks of ``level`` are the ranks that divide this rank's range at nesting level ``level``.
         """
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
-        """Allreduce the range of ``layer`` that this rank updates, in ``store`` and in place.
+        """Allreduce the range of ``layer`` that this rank updates, in place in ``store``.
 
         Collective over the ranks that update the same range.
         """
@@ -135,7 +135,7 @@ class Cuts:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
 
     def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
-        """Divide each range in ``parts`` equally among the replicas. Return a list of this rank's subranges. Local."""
+        """Divide ``parts`` among the ranks that update the same ranges. Return a list of this rank's pieces. Local."""
         if self.replicas is None:
             return list(parts)
         count, rank = self.replicas.size, self.replicas.rank
@@ -177,13 +177,13 @@ class Cuts:
         return [comm for comm in self.comms if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return a list of ranges: data rank r updates range r, relative to the start of ``layer``. Local."""
+        """Return a list. Item r is the range that data rank r updates, relative to the start of ``layer``. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:
         """Return a list with the flat parameter range of ``layer`` that each data rank updates. Local.
 
-        Requires that `at_once` is True, or a single rank.
+        Requires that `at_once` is True or that the data axis has a single rank.
         """
         if self._data.size == 1:
             return [self.cuts[layer][OPTIMIZER]]

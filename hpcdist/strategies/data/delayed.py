@@ -131,7 +131,7 @@ class DelayedExchange(DataExchange):
         if not math.isfinite(norm_squared):
             raise NonFiniteError(
                 f"step {self.update.optimizer.count + 1}: the gradient of this last step has the squared norm "
-                f"{norm_squared}, summed over all ranks. This gradient was not applied: lower "
+                f"{norm_squared}, summed over all ranks. This gradient was not applied; lower "
                 "optimizer.learning_rate, or set optimizer.clip_norm"
             )
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient

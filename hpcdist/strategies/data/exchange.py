@@ -137,7 +137,7 @@ GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START)
 
 
 class LockStepGuard:
-    """Check that all data ranks execute collectives in the same order."""
+    """Guard that checks that all data ranks execute collectives in the same order."""
 
     def __init__(self, data: Communicator, algorithm: str) -> None:
         self._data, self._algorithm = data, algorithm
@@ -146,7 +146,7 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Return ``handlers`` with a call of `check_next` before each operation that communicates. Local.
+        """Return ``handlers`` with a call of `check_next` before each handler that communicates. Local.
 
         ``handlers``: dict {operation type: function}.
         """
@@ -160,7 +160,7 @@ class LockStepGuard:
         return compare_and_handle
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Start a step. Raises ScheduleError if its ``operations`` differ from the first step's. Collective."""
+        """Raise ScheduleError if a step's ``operations`` differ from the first step. The first call is collective."""
         self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
         order = [op for op in operations if op.kind in GUARDED]
         agreed = self._orders.setdefault(self._pass, order)
@@ -173,7 +173,7 @@ class LockStepGuard:
         self._due = enumerate(agreed, start=1)
 
     def check_next(self, op: Operation) -> None:
-        """Raise ScheduleError unless the first step had the collective ``op`` at this position, too. Local."""
+        """Raise ScheduleError if the next collective of the first step was not ``op``. Local."""
         if self._due is None:
             return
         index, due = next(self._due, (0, None))  # beyond the end no operation is due
@@ -195,9 +195,9 @@ class LockStepGuard:
 
     def _refusal(self, index: int, actual: Operation | None, expected: Operation | None) -> ScheduleError:
         return ScheduleError(
-            f"data rank {self._data.rank} takes another branch than the others in {self._pass}: got {_named(actual)}, "
-            f"expected {_named(expected)}{f' as number {index}' if index else ''} of the order agreed on in the first "
-            "one; every rank must gather and reduce the same units in the same order"
+            f"data rank {self._data.rank} takes another branch than other ranks in {self._pass}: got {_named(actual)}, "
+            f"expected {_named(expected)}{f' as number {index}' if index else ''} of the collectives, as in the first "
+            "step or evaluation; every rank must gather and reduce the same units in the same order"
         )
 
 

@@ -49,7 +49,7 @@ from hpcdist.strategies.data.cuts import OPTIMIZER, PARAMETERS, WHOLE, Cuts
 
 
 class Gatherer:
-    """Base class of gatherers, which send updated parameters to the ranks that compute with them."""
+    """Base class of gatherers, which send updated parameters to all ranks that compute with these parameters."""
 
     handlers: Handlers = MappingProxyType({})
 
@@ -66,7 +66,7 @@ class Gatherer:
         return self.parameters
 
     def plan(self) -> list[Operation]:
-        """Return a list of the gatherer's operations after the optimizer update. Local."""
+        """Return a list of the operations that the gatherer adds after the optimizer update. Local."""
         return []
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class Gatherer:
         """Prepare for the update of a step. Local."""
 
     def spread(self) -> None:
-        """Send this rank's updated parameters to the ranks that compute with them. Collective over the data axis."""
+        """Send this rank's updated parameters to all ranks that use these parameters. Collective over the data axis."""
         for op in self.plan():
             self.handlers[op.kind](op)
 
@@ -91,7 +91,7 @@ class Gatherer:
 
 
 class CutGatherer(Gatherer):
-    """All-gather of each layer's ZeRO shards: before use, or after the update. Collective over the data axis."""
+    """Gatherer of ZeRO shards, layer by layer, before use or after the update. Collective over the data axis."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class CutGatherer(Gatherer):
         return self._whole.at(layer) if layer in self._cut_layers else self.parameters
 
     def gather(self, op: Operation) -> None:
-        """All-gather the sharded layer ``op.unit``."""
+        """All-gather the shards of model layer ``op.unit``."""
         layer = self._layer_of[op.unit]
         if layer not in self._cut_layers:  # after the update
             self._copy_cut(layer)
@@ -159,7 +159,7 @@ class CutGatherer(Gatherer):
         self._whole.free(self._layer_of[op.unit])
 
     def refresh(self, op: Operation) -> None:
-        """All-gather this rank's shard of layer ``op.unit``: each rank sends the range of the shard that it updates."""
+        """All-gather this rank's shard of layer ``op.unit`` from the ranks that update subranges of this shard."""
         layer = self._layer_of[op.unit]
         self._copy_cut(layer)
         self.gathers.gather(self.parameters, layer, PARAMETERS, OPTIMIZER)
@@ -244,7 +244,7 @@ class NodeParameters:
         return self._stores[0]
 
     def begin(self) -> FlatStore:
-        """Return the store for the next parameters (back buffer), with copies of the ranges that this rank updates."""
+        """Return the back buffer for new parameters, after copying the ranges that this rank updates into it."""
         back = self._stores[-1]
         for part in self._cuts if back is not self.front else ():
             back.range(part)[...] = self.front.range(part)
@@ -276,8 +276,8 @@ class NodeParameters:
         collectives.allreduce(self._intra, votes, "node_shared", op="max")
         if votes[0] != -votes[1]:
             raise DivergenceError(
-                f"the ranks of this node have updated their shared parameters {-votes[1]} to {votes[0]} times, but all "
-                f"numbers must be equal (this rank: {self._commits} times); restart from the last checkpoint"
+                f"the ranks of this node have committed {-votes[1]} to {votes[0]} updates of shared parameters, but "
+                f"all ranks must commit equally many (this rank: {self._commits}); restart from the last checkpoint"
             )
 
 
@@ -291,7 +291,7 @@ class NodeShared(Gatherer):
 
     @property
     def parameters(self) -> FlatStore:
-        """Store of the current parameters; during an update, of the parameters before the update."""
+        """Store of the current parameters. During an update, these are the parameters before the update."""
         return self._node.front
 
     def plan(self) -> list[Operation]:

@@ -47,7 +47,7 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Factory of parameters, gradients and optimizer in device memory, on the host or in a file. Local."""
+    """Factory of stores and optimizers whose memory is on the device, on the host or in a file. Local."""
 
     def __init__(self, context: RankContext, config: ZeroConfig) -> None:
         self._context, self._config = context, config
@@ -100,7 +100,7 @@ class Offload:
 
 
 class BlockedOptimizer(WrappedOptimizer):
-    """Optimizer that updates arrays in a file or on the host block by block, with equal results."""
+    """Optimizer that updates arrays in a file or on the host block by block. Blocks do not change the results."""
 
     def __init__(self, inner: SegmentWise, *, on: str = "cpu", ledger: Ledger | None = None) -> None:
         super().__init__(inner)

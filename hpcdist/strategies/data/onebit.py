@@ -55,7 +55,7 @@ LEAST: Final = 1 << 12  # smallest number of elements in a chunk of a single ten
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Tensors that are quantised together."""
+    """Tensors that are quantised together as one array."""
 
     tensors: tuple[tuple[Segment, Range], ...]  # (tensor, its flat parameter range), in order
 
@@ -89,7 +89,7 @@ class ScaleGroup:
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
         """Yield checkpoint pieces of the tensors in ``array``, restricted to the flat ranges ``parts``.
 
-        ``array``: the elements ``within`` of the result of `gather`. ``kind``: kind of the pieces.
+        ``array``: elements in the range ``within`` of the array that `gather` returns. ``kind``: kind of the pieces.
         """
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
@@ -167,7 +167,7 @@ class OneBit(LocalGradients):
         return [Operation(Kind.COMPRESS, range=part) for part in self.groups]
 
     def reduce(self, op: Operation) -> None:
-        """Allreduce the gradients of ``op.range`` in the warm-up; do nothing afterwards."""
+        """Allreduce the gradients of ``op.range`` in the warm-up. Do nothing after the warm-up."""
         if not self.is_compressing:
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
@@ -252,7 +252,7 @@ class OneBit(LocalGradients):
         if not (isinstance(self._old_ranks, int) and self._old_ranks >= 0):
             raise StorageError(
                 f"the checkpoint is damaged: the number of ranks with 1-bit Adam errors is {self._old_ranks!r}, "
-                "expected at least 0"
+                "expected an integer of at least 0; resume from another checkpoint"
             )
         return [SERVER, *(f"{WORKER}.{rank}" for rank in range(self._old_ranks))]
 

@@ -56,7 +56,7 @@ class Reducer:
     def begin(self, operations: Sequence[Operation]) -> None:
         """Prepare for a step with the list ``operations``. Local.
 
-        If the previous step was abandoned, restore the compression errors from before it.
+        If the previous step was abandoned, restore the compression errors from before that step.
         """
         self.feedback.give_up()
 
@@ -219,27 +219,27 @@ class Scatter(Reducer):
         return self.update.gradients if self._whole is None else self._whole.at(layer)
 
     def reduce(self, op: Operation) -> None:
-        """Reduce-scatter the gradients of the layer in ``op.range``."""
+        """Reduce-scatter the gradients of the layer with the flat range ``op.range``."""
         layer = self._layer_at[op.part]
         self.sums.sum(self.gradients_at(layer), layer, WHOLE, self._first_stop)
         self._keep_shard(layer)
 
     def combine(self, op: Operation) -> None:
-        """Reduce-scatter this rank's gradient shard of the layer in ``op.range``.
+        """Reduce-scatter this rank's gradient shard of the layer with the flat range ``op.range``.
 
         Collective over the ranks that have the same gradient shard.
         """
         self.sums.sum(self.update.gradients, self._layer_at[op.part], GRADIENTS, OPTIMIZER)
 
     def start(self, op: Operation) -> None:
-        """Start to reduce-scatter the gradients of the layer in ``op.range``."""
+        """Start to reduce-scatter the gradients of the layer with the flat range ``op.range``."""
         assert self._background is not None
         layer = self._layer_at[op.part]
         whole = self.gradients_at(layer).range(op.part)
         self._background.start_sum(op.range, whole, self.cuts.shares(layer), self.cuts.algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Wait for the reduce-scatter that `start` started for the layer in ``op.range``."""
+        """Wait for the reduce-scatter that `start` started for the layer with the flat range ``op.range``."""
         assert self._background is not None
         self._background.wait(op.range)
         self._keep_shard(self._layer_at[op.part])
@@ -285,7 +285,7 @@ class TreeScatter(Scatter):
         self._keep_shard(layer)
 
     def add(self, op: Operation) -> None:
-        """Add a micro-batch's gradients of the layer in ``op.range`` to this rank's sums. Local."""
+        """Add a micro-batch's gradients of the layer with the flat range ``op.range`` to this rank's sums. Local."""
         layer = self._layer_at[op.part]
         self._add(layer, op, copy=True)
         if self._whole is not None:

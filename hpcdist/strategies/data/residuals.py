@@ -55,18 +55,18 @@ class Residuals:
         self._old: list[FlatStore] = []  # residuals of another number of ranks, while a checkpoint is read
 
     def keep(self) -> None:
-        """Accept the new residuals: an abandoned step can no longer restore the residuals of the previous step."""
+        """Accept the new residuals, so that the residuals of the previous step can no longer be restored."""
         self.feedback.keep()
 
     def settle(self) -> None:
-        """Restore the residuals from before the last step, which was abandoned, if they were saved."""
+        """Restore the residuals from before the abandoned last step, if these residuals were saved."""
         if self._can_roll_back:
             self.feedback.rollback()
         else:
             self.feedback.keep()
 
     def pieces(self) -> list[Piece]:
-        """Return a list of this rank's residuals, as checkpoint pieces."""
+        """Return a list of the checkpoint pieces with this rank's residuals."""
         self.settle()
         parts = counted(self._context.layout, self._store.parts, self._context.tensor)
         return pieces_of({self._kind(self.rank): self._store}, parts)
@@ -89,7 +89,7 @@ class Residuals:
         return tuple(map(self._kind, range(ranks)))
 
     def wanted(self) -> list[Piece]:
-        """Return a list of the residuals to read from a checkpoint, as views of the memory to fill."""
+        """Return a list of the residual pieces to read from a checkpoint, as views of the memory to fill."""
         if self._old_ranks == self.ranks:
             return pieces_of({self._kind(self.rank): self._store}, self._store.parts)
         shares = [
@@ -105,7 +105,7 @@ class Residuals:
         ]  # fmt: skip
 
     def restored(self) -> None:
-        """Add up the residuals of all ranks in the checkpoint, if it was saved on another number of ranks."""
+        """After a restore from another number of ranks, set the residuals to the sum over the earlier ranks."""
         if self._old_ranks == self.ranks:
             return
         self._store.zero()
@@ -142,13 +142,13 @@ class StepResiduals(Residuals):
 
     @property
     def are_owed(self) -> bool:
-        """True if residuals from a checkpoint must still be added to ranges of gradients that are not compressed."""
+        """True if residuals from a checkpoint must still be added to gradients that this rank does not compress."""
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
         """Back up the residuals of ``layer``, before a micro-batch compresses its ``gradients``.
 
-        In the first micro-batch, also add to ``gradients`` the residuals of ranges that other ranks compress.
+        In the first micro-batch after a restore, also add the residuals of ranges that this rank does not compress.
         """
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:
@@ -185,7 +185,7 @@ class StepResiduals(Residuals):
 
 
 class Feedback:
-    """All compression errors of one strategy, kept or restored after each step. Local."""
+    """All compression errors of one strategy. A step keeps new errors, or restores old errors if abandoned. Local."""
 
     # A step that compresses gradients sets `is_open`, and `keep` clears it. If it is still set when the next step
     # begins, the step was abandoned.
@@ -208,7 +208,7 @@ class Feedback:
             residuals.keep()
 
     def pieces(self) -> list[Piece]:
-        """Return a list of all residuals of this rank, as checkpoint pieces."""
+        """Return a list of the checkpoint pieces with all residuals of this rank."""
         self.give_up()
         return [piece for residuals in self.residuals for piece in residuals.pieces()]
 
@@ -220,7 +220,7 @@ class Feedback:
         return [kind for residuals in self.residuals for kind in residuals.prepare_restore(state)]
 
     def wanted(self) -> list[Piece]:
-        """Return a list of all residuals to read from a checkpoint, as views of the memory to fill."""
+        """Return a list of all residual pieces to read from a checkpoint, as views of the memory to fill."""
         return [piece for residuals in self.residuals for piece in residuals.wanted()]
 
     def state(self) -> dict[str, Any]:
@@ -228,13 +228,13 @@ class Feedback:
         return {STATE: self.residuals[0].ranks} if self.residuals else {}
 
     def restored(self) -> None:
-        """Complete all residuals after their checkpoint pieces were read: see `Residuals.restored`."""
+        """Call `Residuals.restored` for all residuals, after their checkpoint pieces were read."""
         for residuals in self.residuals:
             residuals.restored()
 
 
 def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
-    """Return 16-bit ``gradients`` divided by ``loss_scale``, as float32; return float32 ``gradients`` unchanged. Local.
+    """Return 16-bit ``gradients`` / ``loss_scale`` as a float32 array. Return float32 ``gradients`` unchanged. Local.
 
     ``wide``: array for the result, by default scratch memory.
     """
@@ -250,7 +250,7 @@ def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None =
 def with_loss_scale(values: Array, gradients: Array, loss_scale: float) -> None:
     """Write float32 ``values`` times ``loss_scale`` to the 16-bit ``gradients``. Local.
 
-    Inverse of `without_loss_scale`: do nothing if both arguments are the same array.
+    Do nothing if ``values`` and ``gradients`` are the same array. This is the inverse of `without_loss_scale`.
     """
     if values is not gradients:
         values *= np.float32(loss_scale)

@@ -66,7 +66,7 @@ class DecentralisedConfig:
 
 
 def parse_edges(text: str) -> tuple[tuple[int, int], ...]:
-    """Return a tuple of the pairs of ranks in a text like "0-1, 1-2". Raises ConfigurationError if it is invalid."""
+    """Return a tuple of the pairs of ranks in a text like "0-1, 1-2". Raises ConfigurationError for others."""
     edges = []
     for word in text.replace(",", " ").split():
         match = _EDGE.fullmatch(word)

@@ -40,7 +40,7 @@ _NOTHING: Final = 1e-12  # smaller eigenvalues are rounding errors of zero
 
 @dataclass(frozen=True)
 class Graph:
-    """Mixing graph of gossip: each rank's neighbours in each mixing round, and their weights."""
+    """Mixing graph of gossip: the neighbours of each rank in each mixing round, and the weights of the neighbours."""
 
     # Step i uses round i modulo the number of rounds. In a complete graph, all ranks average with equal weights.
 
@@ -52,7 +52,7 @@ class Graph:
     gap: float
 
     def sources(self, rank: int, number: int) -> Sources:
-        """Return a tuple of pairs (neighbour, weight): ``rank`` receives their parameters in round ``number``."""
+        """Return a tuple of pairs (neighbour that sends parameters to ``rank`` in round ``number``, its weight)."""
         return self.rounds[number][rank]
 
     def targets(self, rank: int, number: int) -> list[int]:
@@ -60,7 +60,7 @@ class Graph:
         return [other for other, sources in enumerate(self.rounds[number]) if any(peer == rank for peer, _ in sources)]
 
     def matrix(self, number: int = 0) -> np.ndarray:  # (ranks, ranks)
-        """Return the mixing matrix W of round ``number``. W[i, j]: weight of rank j in the mean of rank i."""
+        """Return the mixing matrix W of round ``number``. W[i, j]: weight of rank j in rank i's mean."""
         if not self.rounds:
             return np.full((self.size, self.size), 1.0 / self.size)
         return _matrix(self.rounds[number])
@@ -74,7 +74,7 @@ class Graph:
 def build(graph: str, size: int, edges: str = "") -> Graph:
     """Return the mixing graph named ``graph``, such as "torus", on ``size`` ranks.
 
-    ``edges``: pairs of ranks as text, for the graph "edges". Raises ConfigurationError if it is invalid.
+    ``edges``: pairs of ranks as text, for the graph "edges". Raises ConfigurationError if ``edges`` is invalid.
     """
     if graph == "edges":
         return _of_edges(size, parse_edges(edges))
@@ -172,7 +172,7 @@ BLOCK: Final = 1 << 14  # elements of each replica mixed at a time, to stay in t
 
 
 class NeighbourMixing:
-    """Gossip averaging of parameters with the neighbours in a graph. Construction is collective."""
+    """Gossip averaging of parameters with the neighbours in a graph. Construction is collective over the data axis."""
 
     def __init__(self, context: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
         self._comm = context.data.dup("mixing")
@@ -186,7 +186,7 @@ class NeighbourMixing:
         self._under_way: list[Request] = []
 
     def start(self, number: int) -> None:
-        """Start mixing round ``number``: exchange the parameters with this rank's neighbours.
+        """Start mixing round ``number``: start to exchange parameters with this rank's neighbours.
 
         The parameters must not change until `wait`.
         """
@@ -209,7 +209,7 @@ class NeighbourMixing:
         self._under_way.clear()
 
     def combine(self, number: int) -> None:
-        """Replace the parameters by the weighted mean of mixing round ``number``. Local; call `wait` first."""
+        """Replace the parameters by the weighted mean of mixing round ``number``. Call `wait` first. Local."""
         # For parameters x, and neighbour j with parameters x_j and weight w_j, the mean is x + sum_j w_j (x_j - x).
         sources, _ = self._rounds[number % len(self._rounds)]
         xp = namespace(self._parameters.array)
@@ -234,7 +234,7 @@ LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that may end a step
 
 
 class GossipExchange(Replicas):
-    """Strategy "gossip" (D-PSGD): each rank makes its own steps and averages parameters with its neighbours."""
+    """Strategy "gossip" (D-PSGD): a rank updates with its own gradient, and averages parameters with its neighbours."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(context)

@@ -68,7 +68,7 @@ class Replicas(Exchange):
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Leave this rank's gradients in ``op.range`` as they are: they are not averaged over the ranks. Local."""
+        """Do nothing, because gradients in ``op.range`` are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
         self._norm_squared = self.update.norm_squared() * self.factor**2
@@ -135,7 +135,7 @@ class Replicas(Exchange):
         return pieces_of({"parameters": self.parameters, **self.kept()}, [share])
 
     def kept(self) -> dict[str, FlatStore]:
-        """Return a dict from the kind of optimizer state to save, such as "optimizer.outer", to its store."""
+        """Return a dict {kind of optimizer state, such as "optimizer.outer": store to save}."""
         return self.update.slots()
 
     def wanted(self) -> Sequence[Piece]:
@@ -151,7 +151,7 @@ OUTER: Final = "optimizer.outer"  # kind of the outer velocity in a checkpoint
 class OuterOptimizer:
     """Outer optimizer of local SGD, which updates the averaged parameters.
 
-    Its gradient is the change of the averaged parameters since the last averaging.
+    The outer gradient is the change of the averaged parameters since the last averaging.
     """
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
@@ -160,7 +160,7 @@ class OuterOptimizer:
         self.slots = {OUTER: context.store("optimizer")} if config.outer_momentum else {}
 
     def begin(self, parameters: FlatStore) -> None:
-        """Copy ``parameters`` as the starting point: the outer gradient is the change since this copy."""
+        """Copy ``parameters`` as the starting point. The outer gradient is the change since this copy."""
         self._start.copy_from(parameters)
 
     def step(self, parameters: FlatStore) -> None:

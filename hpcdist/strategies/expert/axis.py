@@ -20,7 +20,7 @@ from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
-    """Return the communicator of the ranks of ``replicas`` with the same experts as this rank. Collective.
+    """Return the communicator of the ranks with the same experts as this rank. Collective over ``replicas``.
 
     ``degree``: number of ranks that divide the experts.
     """
@@ -38,9 +38,9 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return an array (ranks, local experts): the number of token rows that each rank sends to each local expert.
+        """Return an array of shape (ranks, local experts): number of token rows that a rank sends to a local expert.
 
-        ``sent``: number of token rows that this rank sends to each rank and expert. Collective.
+        ``sent``: array of this shape, with the number of token rows for each expert of each rank. Collective.
         """
         begin = time.perf_counter()
         received = np.empty_like(sent)
@@ -52,7 +52,7 @@ class ExpertAxis:
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
         """Send token ``rows`` to all ranks, and receive token rows in ``arrived``, both in rank order. Collective.
 
-        ``sent``, ``received``: number of rows to and from each rank.
+        ``sent``: number of rows for each rank. ``received``: number of rows from each rank.
         """
         # Both arrays have shape (rows, width), are contiguous, and must not overlap.
         was_finite = self.watch.sees_only_finite(rows)

@@ -24,7 +24,7 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 
 
 class ExpertExchange(Exchange):
-    """Strategy of a mixture of experts: one exchange for dense tensors, and one for experts. Collective."""
+    """Strategy of a mixture of experts: one exchange of dense tensors, and one exchange of experts. Collective."""
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
         self._replicas = replicas  # freed by `close`
@@ -70,7 +70,7 @@ class ExpertExchange(Exchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """Store of this rank's dense parameters (all except the experts')."""
+        """Store of this rank's dense parameters, without the parameters of experts."""
         return self.dense.parameters
 
     @property
@@ -163,7 +163,7 @@ def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
 
 
 class JoinedStore:
-    """Store of all tensors that consists of a store of dense tensors and a store of experts."""
+    """Store of a layer's tensors that joins a store of dense tensors and a store of expert tensors."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border

@@ -26,7 +26,7 @@ from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 class TravellingRows(StayingRows):
-    """Exchange of token rows with the ranks of their experts, by messages. Collective over ``axis``."""
+    """Exchange of token rows with the ranks that hold the experts for these rows. Collective over ``axis``."""
 
     attends = True
 

@@ -23,7 +23,7 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 def divide(rows_per_expert: np.ndarray, ranks: int, min_saved_rows: int) -> np.ndarray:
     """Assign experts to ``ranks`` ranks with balanced numbers of token rows. Return an array: rank of each expert.
 
-    ``rows_per_expert``: token rows. ``min_saved_rows``: minimum gain, in token rows, for which an expert is moved.
+    ``rows_per_expert``: token rows of each expert. ``min_saved_rows``: minimum gain, in rows, for moving an expert.
     """
     # Each rank starts with equally many consecutive experts. Then the busiest rank repeatedly gives an expert to the
     # least busy rank, or swaps two experts with it.

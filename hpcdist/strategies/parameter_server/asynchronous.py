@@ -40,7 +40,7 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER
 def per_push_context(context: RankContext, workers: int) -> RankContext:
     """Return a copy of ``context`` with ``workers`` times as many training steps and warm-up steps.
 
-    The copy counts server updates, because servers update after each push.
+    Servers update after each push, so the copy counts server updates and not training steps.
     """
     optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
     return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
@@ -62,9 +62,9 @@ class ServerShard:
         return self.optimizer.count
 
     def step(self, gradients: FlatStore, scale: float, factor: float = 1.0) -> None:
-        """Update the parameters with ``scale`` times the ``gradients``, which are overwritten.
+        """Update the parameters with ``scale`` times ``gradients``. Overwrites ``gradients``.
 
-        ``factor`` multiplies the learning rate.
+        ``factor``: multiplier of the learning rate.
         """
         start_s = time.perf_counter()
         self.optimizer.begin_step(factor)
@@ -77,7 +77,7 @@ class ServerShard:
         self.busy_s += time.perf_counter() - start_s
 
     def stores(self) -> dict[str, FlatStore]:
-        """Return a dict from the kind of saved state, such as "parameters", to its store."""
+        """Return a dict {kind of saved state, such as "parameters": store}."""
         return {"parameters": self.parameters} | {f"optimizer.{n}": s for n, s in self.optimizer.slots.items()}
 
 
@@ -131,12 +131,12 @@ class AsynchronousServerExchange(Exchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """Parameters with which a worker computes, or which a dedicated server owns."""
+        """Store of the parameters that a worker computes with, or that a dedicated server owns."""
         return self._stores[0]
 
     @property
     def gradients(self) -> FlatStore:
-        """Gradients that a worker computes, or memory into which a dedicated server receives them."""
+        """Store of the gradients that a worker computes, or that a dedicated server receives."""
         return self._stores[1]
 
     def plan(self) -> list[Operation]:
@@ -146,7 +146,7 @@ class AsynchronousServerExchange(Exchange):
         return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return a list of ``operations``; on a server, add a call of `serve` after each pass of a layer."""
+        """Return a list of ``operations``. On a server, add a `serve` after each forward and backward pass."""
         if self.shard is None:
             return list(operations)
         look = [Operation(Kind.COLLECT)]
@@ -159,18 +159,18 @@ class AsynchronousServerExchange(Exchange):
             self._pushed.append(self._values.isend(self.gradients.range(op.part), server, GRADIENT))
 
     def serve(self, op: Operation | None = None) -> None:
-        """Handle the requests that have arrived from other ranks, without waiting for more. Local."""
+        """Handle the requests that have arrived from other ranks, without waiting for further requests. Local."""
         self._channel.serve()
 
     def weigh(self, samples: int, global_samples: int) -> int:
         """Return the number of samples by which this worker divides its summed gradient. Local.
 
-        ``samples``: of this worker. ``global_samples``: of all workers in a step.
+        ``samples``: number of samples of this worker. ``global_samples``: number of samples of all workers in a step.
         """
         return samples
 
     def pull(self, op: Operation) -> None:
-        """Tell the servers that all gradients of this step were sent; then receive the new parameters.
+        """Tell the servers that all gradients of this step were sent. Then receive the new parameters.
 
         ``op.range`` covers all parameters.
         """
@@ -252,7 +252,7 @@ class AsynchronousServerExchange(Exchange):
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
-        """Record the progress of training in a pause. ``clocks``: step count of each worker. Local.
+        """Record the training progress during a pause. ``clocks``: step count of each worker. Local.
 
         ``updates``: number of server updates. ``pause_requests``: number of control messages that requested pauses.
         """
@@ -260,7 +260,7 @@ class AsynchronousServerExchange(Exchange):
         self.meetings.settle(pause_requests)
 
     def plan_rendezvous(self, clock: int) -> None:
-        """Plan a pause when every worker has completed ``clock`` steps; 0 cancels the plan. Local."""
+        """Plan a pause for the moment when every worker has completed ``clock`` steps. 0 cancels the plan. Local."""
         self.meet_at = clock
 
     def resume(self) -> None:
@@ -268,7 +268,7 @@ class AsynchronousServerExchange(Exchange):
         self.together = False
 
     def refresh(self) -> None:
-        """Send the servers' newest parameters to all workers in a pause. Collective over the world."""
+        """During a pause, send the newest parameters from the servers to all workers. Collective over the world."""
         others = [server for server in self.roles.servers if server != self.rank]
         requests = [request for server in others for request in self._take_from(server)] if self.works else []
         if self.shard is not None:
@@ -291,7 +291,7 @@ class AsynchronousServerExchange(Exchange):
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return ``values``; in a pause, first sum them over the world (collective)."""
+        """Return ``values``. During a pause, sum ``values`` over the world first, which is collective."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values

@@ -23,7 +23,7 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT
 
 
 class Quorum:
-    """Decisions of the first server about which workers' gradients to apply and which to drop. Local."""
+    """Decisions of the first server to apply or to drop the gradients of workers. Local."""
 
     # ``decision.workers`` of a `ControlFields` lists the workers whose gradients are applied, or dropped if
     # ``decision.dropped``. All servers follow. The applied sum is multiplied by ``decision.scale``.
@@ -39,7 +39,7 @@ class Quorum:
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
         """Record the gradient of ``worker`` for step ``clock``. Return a list of decisions to apply or drop gradients.
 
-        ``samples``: samples of the gradient. ``divisor``: number by which workers have divided it.
+        ``samples``: number of samples in the gradient. ``divisor``: number by which workers have divided the gradient.
         """
         if clock <= self.clock:
             return [self._drop(worker)]
@@ -60,7 +60,7 @@ class Quorum:
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """End a pause: all workers push again, starting with the gradient of step ``clock`` + 1."""
+        """End a pause. All workers then push again, starting with the gradient of step ``clock`` + 1."""
         self._away.clear()
         self.clock = clock
 
@@ -98,7 +98,7 @@ class BackupExchange(AsynchronousServerExchange):
         return global_samples
 
     def begin_update(self, scale: float) -> None:
-        """Do nothing with the clipping factor ``scale``, because the servers clip the mean gradient."""
+        """Ignore the clipping factor ``scale``, because the servers clip the mean gradient."""
 
     def pull(self, op: Operation) -> None:
         self.meetings.consider()
@@ -196,9 +196,9 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, pause_requests: int) -> None:
-        """Set the step counts of all workers to the number of server ``updates``, in a pause. Collective.
+        """During a pause, set the step counts of all workers to the number of server ``updates``. Collective.
 
-        ``clocks``, ``pause_requests``: as in the base class.
+        ``clocks``, ``pause_requests``: see `AsynchronousServerExchange.leave`.
         """
         super().leave([updates] * len(clocks), updates, pause_requests)
         if self._quorum is not None:

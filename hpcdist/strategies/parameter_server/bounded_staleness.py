@@ -42,11 +42,11 @@ class VersionVector:
 
     @property
     def slowest(self) -> float:
-        """Smallest step count of the running workers, or infinity without running workers."""
+        """Smallest step count of the running workers, or infinity if no worker runs."""
         return min((clock for worker, clock in self.vector.items() if worker not in self._away), default=math.inf)
 
     def push(self, worker: int, clock: int) -> bool:
-        """Record push number ``clock`` of ``worker``; return False if it is a repetition."""
+        """Record push number ``clock`` of ``worker``. Return True, or False if this push was recorded before."""
         if clock <= self.vector[worker]:
             return False
         if clock != self.vector[worker] + 1:
@@ -62,7 +62,7 @@ class VersionVector:
         self._asking[worker] = None
 
     def answerable(self) -> list[int]:
-        """Remove the waiting workers that may start a step. Return a list of them, in the order of their requests."""
+        """Remove and return the waiting workers that may start a step, as a list in the order of their requests."""
         workers = [worker for worker in self._asking if self.may_start(worker)]
         for worker in workers:
             del self._asking[worker]
@@ -107,7 +107,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
 
     @property
     def seen(self) -> Mapping[int, int]:
-        """Mapping from each worker to the number of its pushes that this server has applied."""
+        """Mapping {worker: number of pushes of this worker that this server has applied}."""
         return self._vector.vector
 
     def begin_update(self, scale: float) -> None:

@@ -46,7 +46,7 @@ class PayloadTransport(MessageTransport):
         self._payloads: dict[Range, Array] = {}
 
     def begin(self, *, compresses: bool) -> None:
-        """Prepare for a step. ``compresses``: True if the gradients of the step are compressed; equal on all ranks."""
+        """Prepare for a step. ``compresses``: True to compress the gradients of this step, equal on all ranks."""
         if compresses != self.compresses:
             self.compresses = compresses
             self._arrivals = self._receiver()

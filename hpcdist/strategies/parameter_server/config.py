@@ -66,7 +66,7 @@ class ParameterServerConfig:
 
     @property
     def bound(self) -> float:
-        """Number of steps that a worker may be ahead of the slowest worker; infinity: no limit."""
+        """Number of steps that a worker may be ahead of the slowest worker, or infinity for no limit."""
         return {"bsp": 0, "ssp": self.staleness, "asp": math.inf}[self.consistency]
 
     @property

@@ -77,7 +77,7 @@ class ControlChannel:
         self._sent = [request for request in self._sent if not request.test()]
 
     def serve(self) -> None:
-        """Handle the control messages that have arrived; do not wait for more."""
+        """Handle the control messages that have arrived, without waiting for further messages."""
         while (message := self._next()) is not None:
             self._answer(message)
 
@@ -106,7 +106,7 @@ class ControlChannel:
         self._sent.clear()
 
     def close(self) -> None:
-        """Free the communicator. Collective; all workers must be paused."""
+        """Free the communicator while all workers are paused. Collective over the world."""
         self.settle()
         self._comm.free()
 
@@ -161,14 +161,14 @@ class Rendezvous:
         self._looked = 0.0
 
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Set the function ``wants``, which returns True if this rank requests a pause of all workers. Local.
+        """Set the function ``wants``, which returns True to request a pause of all workers. Local.
 
         ``meanwhile``: function that is called repeatedly during the wait for the pause.
         """
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
-        """Request a pause of all workers if the function ``wants`` of `ask` returns True. Local."""
+        """Request a pause of all workers if the function that was passed to `ask` as ``wants`` returns True. Local."""
         if self._wants():
             self.call()
 
@@ -181,7 +181,7 @@ class Rendezvous:
             self._channel.tell(self._first, ControlKind.CALL, ControlFields(clock=self._held))
 
     def meet(self) -> None:
-        """Wait until every worker pauses; handle control messages meanwhile. Collective over the world."""
+        """Wait until every worker has paused, and handle control messages until then. Collective over the world."""
         if self._works:
             for server in self._roles.servers:
                 if server != self._rank:
@@ -199,9 +199,9 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, pause_requests: int) -> None:
-        """In a pause, wait until all control messages have been received. Local.
+        """During a pause, wait until all control messages have been received. Local.
 
-        ``pause_requests``: number of messages that requested pauses; the first server receives the remaining ones.
+        ``pause_requests``: number of pause requests that all ranks have sent. The first server waits for all of them.
         """
         while self._rank == self._first and sum(self._taken[held] for held in range(self._held)) < pause_requests:
             self._channel.take(ControlKind.CALL)

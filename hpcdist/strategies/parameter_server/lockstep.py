@@ -52,7 +52,7 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 
 
 class Push(Reducer):
-    """Gradient reduction by servers: workers send gradients, and servers sum them."""
+    """Gradient reduction by servers. Workers send gradients, and servers sum the gradients."""
 
     # With ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.
 
@@ -81,14 +81,14 @@ class Push(Reducer):
         self.transport.partials.add(op.microbatch, op.part)
 
     def push(self, op: Operation) -> None:
-        """Start to send the gradients in ``op.range`` to their server."""
+        """Start to send the gradients in ``op.range`` to the servers that own this range."""
         if self._shards is not None:
             self.add(op)
         for part in self._messages[op.part]:
             self.transport.push(part)
 
     def collect(self, op: Operation) -> None:
-        """Receive all workers' gradients in ``op.range``, a range that this server owns. Sum them in rank order."""
+        """Receive the gradients of all workers in ``op.range``, which this server owns, and sum them in rank order."""
         self.transport.collect(op.part)
 
 
@@ -115,7 +115,7 @@ class CodedPush(Push):
 
     @property
     def is_compressing(self) -> bool:
-        """True after the warm-up, when gradients are compressed."""
+        """True if gradients are compressed, which starts after the warm-up."""
         return self.update.optimizer.count >= self._warmup_steps
 
     def begin(self, operations: Sequence[Operation]) -> None:
@@ -143,7 +143,7 @@ class CodedPush(Push):
 
 
 class Pull(Gatherer):
-    """Gatherer of updated parameters: servers send them, and workers receive them."""
+    """Gatherer of updated parameters. Servers send the parameters, and workers receive the parameters."""
 
     def __init__(self, update: ShardedUpdate, topology: ServerTopology, transport: Transport) -> None:
         super().__init__(update)
@@ -159,12 +159,12 @@ class Pull(Gatherer):
         ]
 
     def publish(self, op: Operation) -> None:
-        """Start to send the updated parameters in ``op.range`` to the workers."""
+        """Start to send the updated parameters in ``op.range``, which this server owns, to the workers."""
         self.transport.publish(op.part)
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
-        """Receive the updated parameters in ``op.range`` from their server."""
+        """Receive the updated parameters in ``op.range`` from the server that owns this range."""
         self.transport.pull(op.part)
         self._settle(op)
 

@@ -49,13 +49,13 @@ class ReceiveQueue:
         self.begun = False
 
     def begin(self) -> None:
-        """Post a receive into each buffer, unless the receives are already posted."""
+        """Post one nonblocking receive per receive buffer. Do nothing if these receives are already posted."""
         if not self.begun:
             self.begun, self._taken = True, 0
             self._requests = [self._post(index) for index in range(len(self._buffers))]
 
     def take(self) -> Array:
-        """Wait for the next message; return its content, a view of a receive buffer."""
+        """Wait for the next message, and return its content as a view of a receive buffer."""
         index = self._taken
         due = index - 2 + len(self._buffers)  # receive into the buffer of the message before the last
         if index >= 2 and due < len(self._order):
@@ -73,7 +73,7 @@ class ReceiveQueue:
 
 
 class MessageTransport(Transport):
-    """Parameter-server transport by point-to-point messages. Construction is collective over the world."""
+    """Parameter-server transport that uses point-to-point messages. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology) -> None:
         context = topology.context
@@ -186,14 +186,14 @@ class MessageTransport(Transport):
 
 
 class RmaTransport(Transport):
-    """Parameter-server transport by MPI one-sided communication. Construction is collective over the world."""
+    """Parameter-server transport that uses MPI one-sided communication. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology) -> None:
         context = topology.context
         if context.on != "cpu":
             raise ConfigurationError(
-                f"parameter_server.transport = 'rma' with run.device = {context.on!r}: RMA windows must be in host "
-                "memory; set parameter_server.transport = 'messages'"
+                f"parameter_server.transport = 'rma' is not supported with run.device = {context.on!r}, because RMA "
+                "windows must be in host memory; set parameter_server.transport = 'messages'"
             )
         self.topology, self.comm = topology, topology.comm
         self._itemsize = context.dtype.itemsize
@@ -296,5 +296,5 @@ class RmaTransport(Transport):
         self._notices.clear()
 
     def close(self) -> None:
-        """Free the RMA window now: some MPI libraries report windows that are still open when MPI finalizes."""
+        """Free the RMA window. Some MPI libraries report an error if a window is still open in MPI_Finalize."""
         self._window.close()

@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roles:
-    """World ranks of the workers and servers. A rank may be both."""
+    """World ranks of the workers and of the parameter servers. A rank can be both worker and server."""
 
     workers: range
     servers: range
 
     @classmethod
     def of(cls, config: ParameterServerConfig, world: int) -> "Roles":
-        """Return the roles of ``world`` ranks. Raises ConfigurationError if there are too few ranks."""
+        """Return the `Roles` in a world of ``world`` ranks. Raises ConfigurationError if there are too few ranks."""
         roles = cls._of(config, world)
         workers, backup = len(roles.workers), config.backup_workers
         if backup >= workers:
             raise ConfigurationError(
-                f"parameter_server.backup_workers = {backup}, but there are only {workers} workers, and every step "
-                f"must use at least one gradient; set parameter_server.backup_workers to at most {workers - 1}, or "
-                "start more ranks"
+                f"parameter_server.backup_workers = {backup}, but there are only {workers} workers. Every step must "
+                "use the gradient of at least 1 worker; set parameter_server.backup_workers to at most "
+                f"{workers - 1}, or start more ranks"
             )
         return roles
 
@@ -47,21 +47,21 @@ class Roles:
             if servers > world:
                 raise ConfigurationError(
                     f"parameter_server.servers = {servers} with parameter_server.placement = 'colocated', but the "
-                    f"world has only {counted(world, 'rank')}; set parameter_server.servers to at most {world} (0: "
-                    "every rank is a server), or start more ranks"
+                    f"world has only {counted(world, 'rank')}; set parameter_server.servers to at most {world}, or to "
+                    "0 to make every rank a server, or start more ranks"
                 )
             return cls(range(world), range(servers))
         servers = config.servers or 1
         if servers >= world:
             raise ConfigurationError(
-                f"{servers} dedicated parameter servers in a world of {counted(world, 'rank')} leave no worker, but at "
-                f"least 1 must compute; start at least {servers + 1} ranks, reduce parameter_server.servers, or set "
-                "parameter_server.placement = 'colocated'"
+                f"{servers} dedicated parameter servers in a world of {counted(world, 'rank')} leave no worker, but "
+                f"training needs at least 1 worker; start at least {servers + 1} ranks, reduce "
+                "parameter_server.servers, or set parameter_server.placement = 'colocated'"
             )
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of all workers; on a dedicated server, of all dedicated servers.
+        """Split ``world``. Return the communicator of all workers or, on a dedicated server, of all dedicated servers.
 
         Collective over ``world``.
         """
@@ -83,21 +83,21 @@ class KeyPartition:
 
     @property
     def fullest(self) -> float:
-        """Largest number of parameters on a server, divided by the mean number per server."""
+        """Ratio of the largest number of parameters on a server to the mean number of parameters per server."""
         held = [sum(part.size for part in self.parts(server)) for server in range(self.servers)]
         return max(held) * self.servers / sum(held)
 
     def parts(self, server: int) -> list[Range]:
         """Return a list of the flat parameter ranges that ``server`` owns, in ascending order.
 
-        Adjacent ranges are joined.
+        Adjacent ranges are merged into one range.
         """
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
 
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
         """Return a list of pairs (range, server), one per gradient message, in the order of the backward pass.
 
-        ``units``: flat parameter range of each layer.
+        ``units`` maps each layer to its range of the flat parameter vector.
         """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
@@ -109,7 +109,7 @@ class KeyPartition:
 def partition_keys(
     layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None
 ) -> KeyPartition:
-    """Return the assignment of parameter ranges to servers. Raises ConfigurationError for too many servers."""
+    """Return the assignment of parameter ranges to servers. Raises ConfigurationError if there are too many servers."""
     # With ``whole``, no tensor is split. ``within``: ranges of the flat vector to assign, by default all.
     if whole:
         return _uncut(layout, servers)

@@ -38,7 +38,7 @@ _WORD_BYTES: Final = 8
 
 @jit
 def raise_word(address: int, value: int) -> None:
-    """Store ``value`` at ``address`` with release order: a rank that reads it also sees all earlier writes."""
+    """Store ``value`` with release order: a rank that reads ``value`` also sees all earlier writes of this rank."""
     store_release(address, value)
 
 
@@ -52,7 +52,7 @@ has_reached.sample(lambda: (*_samples(), 0, 0))
 
 
 class NodeFlags:
-    """Shared-memory counters of the ranks of a node: each rank has ``words`` counters. Construction is collective."""
+    """Counters in shared memory: ``words`` counters per rank of ``comm``. Construction is collective over ``comm``."""
 
     def __init__(self, comm: Communicator, words: int) -> None:
         self._block = comm.shared(align_up(max(1, words) * _WORD_BYTES, LINE_BYTES))
@@ -64,11 +64,11 @@ class NodeFlags:
         self._spins = 1 if comm.size > len(cores) else SPINS
 
     def raise_to(self, word: int, value: int) -> None:
-        """Set this rank's counter number ``word`` to a larger ``value``."""
+        """Increase this rank's counter number ``word`` to ``value``."""
         raise_word(self._own + _WORD_BYTES * word, value)
 
     def wait(self, rank: int, word: int, value: int) -> None:
-        """Wait until counter ``word`` of ``rank`` reaches ``value``. Raises CommunicationError if a rank died."""
+        """Wait until counter ``word`` of ``rank`` is at least ``value``. Raises CommunicationError if a rank died."""
         address = self._at[rank] + _WORD_BYTES * word
         if has_reached(address, value, self._spins, YIELDS):
             return
@@ -79,19 +79,19 @@ class NodeFlags:
             time.sleep(min(LONGEST_PAUSE_S, PAUSE_SHARE * (time.monotonic() - since)))
 
     def close(self) -> None:
-        """Free the shared memory of the counters. Collective."""
+        """Free the shared memory of the counters. Collective over the ranks that constructed them."""
         self._block.close()
 
 
 class SharedMemoryTransport(Transport):
-    """Parameter-server transport by shared memory within nodes. Construction is collective over the world."""
+    """Parameter-server transport that uses shared memory within nodes. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology) -> None:
         context, nodes = topology.context, topology.comm.nodes()
         if context.on != "cpu":
             raise ConfigurationError(
-                f"parameter_server.transport = 'shared' with run.device = {context.on!r}: ranks can share only host "
-                "memory; set parameter_server.transport = 'messages'"
+                f"parameter_server.transport = 'shared' is not supported with run.device = {context.on!r}, because "
+                "ranks can share only host memory; set parameter_server.transport = 'messages'"
             )
         self.topology, self.comm, self._node = topology, topology.comm, nodes.intra
         self._here = list(nodes.members[nodes.index])  # ranks of this node
@@ -111,9 +111,9 @@ class SharedMemoryTransport(Transport):
         if not all(votes):
             failing = [rank for rank, shares in enumerate(votes) if not shares]
             raise MissingCapabilityError(
-                f"ranks {', '.join(map(str, failing))} cannot share memory with the other ranks of their nodes (check "
-                "the free memory, /dev/shm and the containers' process namespaces); set parameter_server.transport = "
-                "'messages'"
+                f"ranks {', '.join(map(str, failing))} cannot share memory with the other ranks of their nodes; check "
+                "the free memory, /dev/shm and the process namespaces of the containers, or set "
+                "parameter_server.transport = 'messages'"
             )
 
     def _stores(self) -> tuple[FlatStore, FlatStore]:

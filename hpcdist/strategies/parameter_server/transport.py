@@ -34,9 +34,9 @@ class ShardTree:
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Write the sum of the arrays that all workers sent to ``target``. Local.
+        """Add up the arrays that all workers sent, and store the sum in ``target``. Local.
 
-        ``addends``: these arrays, in rank order. The tree fixes the order of the additions.
+        ``addends``: the sent arrays, in rank order. The tree fixes the order of the additions.
         """
         # A yielded array is overwritten after the next two arrays are read. ``target`` may be an addend.
         if not lasting:
@@ -71,7 +71,7 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums of one worker's gradients over its micro-batches, to be sent to servers. Local.
+    """Partial sums of one worker's gradients over the worker's micro-batches, to be sent to servers. Local.
 
     The order of the additions is fixed.
     """
@@ -98,14 +98,14 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return a list of the partial sums to send for the flat range ``part``, after the last `add`."""
+        """Return a list of the partial sums to send for the flat range ``part``. Call it after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
     """Return the number of buffers for partial sums that worker number ``index`` needs.
 
-    ``tree``: order of the additions.
+    ``tree`` fixes the order of the additions.
     """
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
@@ -141,7 +141,7 @@ PARAMETER: Final = 1
 
 @dataclass(frozen=True)
 class ServerTopology:
-    """Workers and servers of the world, and the parameter ranges of each server."""
+    """Workers and servers of the world, and the parameter ranges that each server owns."""
 
     context: RankContext
     roles: Roles
@@ -186,27 +186,27 @@ class ServerTopology:
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """Tree that fixes the order of gradient additions, or None if workers send plain sums."""
+        """Tree that fixes the order of gradient additions, or None if each worker sends a single sum per range."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
-        """Return the number of arrays that ``worker`` sends for each parameter range."""
+        """Return the number of gradient arrays that ``worker`` sends for each parameter range."""
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
     def slots(self, worker: int) -> int:
-        """Return the number of buffers for partial sums on ``worker``."""
+        """Return the number of buffers for partial sums that ``worker`` needs."""
         if self.tree is None or worker not in self.roles.workers:
             return 0
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return a `PartialSums` of this rank's ``gradients``, or None if workers send plain sums."""
+        """Return the `PartialSums` of this worker's ``gradients``. None if this rank is no worker or `tree` is None."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return a `PartialSums` for the ``gradients`` of ``worker``, or None if workers send plain sums.
+        """Return the `PartialSums` of the ``gradients`` of ``worker``, or None if `tree` is None.
 
         ``slot(n)``: function that returns buffer number n.
         """
@@ -215,7 +215,7 @@ class ServerTopology:
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
 
     def total(self, addends: Sequence[Array], target: Array) -> None:
-        """Sum the workers' arrays ``addends``, in rank order, into ``target``, which may be an addend."""
+        """Write the sum of the workers' arrays ``addends``, in rank order, to ``target``, which may be an addend."""
         if self.tree is None:
             add_in_order(addends, target)
         else:
@@ -223,7 +223,7 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """Interface of parameter-server transports. Operations on a range are complete after `settle`."""
+    """Interface of parameter-server transports. All operations that a rank started are complete after `settle`."""
 
     parameters: FlatStore
     gradients: FlatStore  # a worker's gradients, or a dedicated server's sums
@@ -231,39 +231,39 @@ class Transport(Protocol):
     loaded_bytes: int = 0  # bytes read so far from memory written by other ranks of the node; not counted as sent
 
     def push(self, part: Range) -> None:
-        """On a worker, send the gradients of the range ``part``. They must not change until `settle`."""
+        """On a worker, send the gradients of the range ``part``. These gradients must not change until `settle`."""
 
     def collect(self, part: Range) -> None:
-        """On a server, sum all workers' gradients of the local range ``part``, in a fixed order."""
+        """On a server, sum all workers' gradients of ``part``, a range of this server, in a fixed order."""
 
     def expect(self) -> None:
         """Prepare to receive the new parameters of this step. Local."""
         return
 
     def publish(self, part: Range) -> None:
-        """On a server, send the new parameters of the local range ``part`` to the workers."""
+        """On a server, send the new parameters of ``part``, a range of this server, to the workers."""
 
     def pull(self, part: Range) -> None:
-        """On a worker, receive the new parameters of the range ``part``. They are valid after `settle`."""
+        """On a worker, receive the new parameters of the range ``part``. These parameters are valid after `settle`."""
 
     def settle(self) -> None:
         """Wait until all operations that this rank started are complete. Local."""
 
     def close(self) -> None:
-        """Free windows and shared memory. Stores of parameters and gradients become invalid. Collective."""
+        """Free RMA windows and shared memory, so `parameters` and `gradients` become invalid. Collective."""
         return
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
     """Return a list of the arrays that a worker sends for the flat range ``part``.
 
-    These are the ``partials`` or, if ``partials`` is None, the ``gradients``.
+    They are arrays of ``partials``, or of ``gradients`` if ``partials`` is None.
     """
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 
 def add_in_order(inputs: Sequence[Array], target: Array) -> None:
-    """Write ``inputs[0] + inputs[1] + ...``, added in order, to ``target``, which may be an input. Local."""
+    """Add ``inputs`` in list order, and write the sum to ``target``, which may be one of the inputs. Local."""
     if len(inputs) == 1:
         if inputs[0] is not target:
             target[...] = inputs[0]

@@ -53,7 +53,7 @@ VALUE: Final = 0.01  # of all parameters: products neither overflow nor underflo
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of each pass of one model layer over a micro-batch."""
+    """Run times in seconds of the forward and backward pass of one model layer for a micro-batch."""
 
     forward: float
     backward: float  # unsplit backward pass
@@ -62,9 +62,9 @@ class PassSeconds:
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Return a tuple with the measured `PassSeconds` of each layer of ``model``. Collective over the tensor axis.
+    """Measure the layers of ``model``. Return a tuple of one `PassSeconds` per layer. Collective over the tensor axis.
 
-    ``samples``: samples per micro-batch. ``on``: "cpu" or "gpu".
+    ``samples``: samples per micro-batch. ``on``: device, "cpu" or "gpu".
     """
     by_kind: dict[object, PassSeconds] = {}
     seconds = []
@@ -77,9 +77,9 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return a tuple of `PassSeconds`, one per layer: the median of the pass times over ``comm``. Collective.
+    """Return a tuple of one `PassSeconds` per layer: the median over the ranks of ``comm``. Collective over ``comm``.
 
-    ``seconds``: this rank's times. ``speed``: its relative speed; the result is for a device of speed 1.
+    ``seconds``: this rank's times. ``speed``: this rank's relative speed. The result holds for a device of speed 1.
     """
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
@@ -189,25 +189,25 @@ class TensorSplit:
     by_tokens: bool = False  # sequence parallelism: activations between these layers are split by tokens
 
     def of(self, elements: int) -> int:
-        """Return the number of elements of an array's shard, rounded up. ``elements``: size of the whole array."""
+        """Return the number of elements per rank, rounded up, of a sharded array of ``elements`` elements."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the number of elements of a layer's input or output on one rank. ``elements``: whole size."""
+        """Return the number of elements per rank of a layer input or output of ``elements`` elements in total."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
-        """Return the number of elements per sample of ``array``, a kept activation, on one tensor-parallel rank."""
+        """Return the number of elements per sample that a tensor-parallel rank stores of the activation ``array``."""
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
-        """Return the number of elements of ``buffer`` on a tensor-parallel rank, for ``samples`` samples."""
+        """Return the number of elements of the scratch buffer ``buffer`` on one rank, for ``samples`` samples."""
         if buffer.most:  # bounded by a tile or a cache
             return buffer.of(samples)
         return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
 
     def size(self, spec: TensorSpec) -> int:
-        """Return the largest number of elements of the tensor ``spec`` on a tensor-parallel rank."""
+        """Return the largest number of elements that any tensor-parallel rank stores of the tensor ``spec``."""
         if spec.cut is None:
             return spec.padded
         return spec.padded if self.ranks == 1 else spec.size // spec.shape[spec.cut] * self.of(spec.shape[spec.cut])
@@ -215,9 +215,9 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one model layer for a micro-batch.
+    """FLOPs and memory of one model layer for a micro-batch.
 
-    FLOPs are totals over all tensor-parallel ranks; bytes are per rank.
+    FLOPs are totals over all tensor-parallel ranks. Byte counts are per rank.
     """
 
     parameters: int
@@ -245,21 +245,21 @@ class SampleCounts:
 
     @property
     def input_flop(self) -> int:
-        """FLOPs for the input gradients of a sample's backward pass, including recomputed attention scores."""
+        """FLOPs per sample of the input-gradient pass, including recomputed attention scores."""
         return (2 if self.joint else 1) * self.unit.linear + self.joint_linear + 5 * self.products // 2
 
     @property
     def weight_flop(self) -> int:
-        """FLOPs for the weight gradients of a sample's backward pass."""
+        """FLOPs per sample of the weight-gradient pass."""
         return (0 if self.joint else self.unit.linear - self.joint_linear) + 2 * self.additions
 
 
 def unit_costs(
     model: Model, samples: int, split: TensorSplit = TensorSplit(), documents: DocumentPairs | None = None
 ) -> tuple[UnitCost, ...]:
-    """Return a tuple with the FLOPs and bytes of each model layer for a micro-batch of ``samples`` samples. Local.
+    """Return a tuple of one `UnitCost` per model layer, for a micro-batch of ``samples`` samples. Local.
 
-    ``split``: sharding over tensor-parallel ranks. ``documents``: query-key pairs in packed documents.
+    ``split``: sharding over tensor-parallel ranks. ``documents``: query-key pairs per packed sample, or None.
     """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
@@ -295,7 +295,7 @@ def unit_costs(
 def attention_scores(context: int, window: int = 0) -> int:
     """Return the number of attention scores, including masked scores, that a head computes per sample.
 
-    ``context``: tokens per sample. ``window``: sliding-window size in tokens, or 0.
+    ``context``: tokens per sample. ``window``: size of the sliding window in tokens, or 0 for no window.
     """
     # A tile of `QUERY_BLOCK` queries and keys is computed if the causal mask leaves any of its scores visible.
     blocks, rest = divmod(context, QUERY_BLOCK)

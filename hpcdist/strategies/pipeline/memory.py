@@ -28,7 +28,7 @@ IN_MESSAGES: Final = 2  # buffers per kind of message
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Numbers of micro-batches whose arrays a pipeline chunk has in memory at the same time."""
+    """Numbers of micro-batches whose arrays a pipeline chunk keeps in memory at one point of a step."""
 
     inputs: int = 0  # with a stored input
     kept: int = 0  # with activations for the backward pass
@@ -50,7 +50,7 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return the state bytes per rank if ``degrees`` ranks shard parameters, gradients and optimizer.
+        """Return the `StateBytes` of a rank. ``degrees``: number of ranks that shard each kind of state.
 
         ``itemsize``: bytes per parameter. ``optimizer_bytes``: bytes of optimizer state per parameter.
         """
@@ -79,7 +79,7 @@ class StateBytes:
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
     """Return a tuple of the points of a step at which a rank may need the most memory.
 
-    Each point has one `LiveMicroBatches` per chunk. ``steps``: operations of the rank. ``chunks``: its layer ranges.
+    A point is a tuple of one `LiveMicroBatches` per chunk. ``steps``: rank's operations. ``chunks``: layers per chunk.
     """
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
@@ -112,7 +112,7 @@ _CHANGES: Final = {
 
 
 class StageMemory:
-    """Model of the memory use of pipeline ranks. Local."""
+    """Estimator of the memory use of pipeline ranks. Local."""
 
     def __init__(
         self,
@@ -134,13 +134,13 @@ class StageMemory:
         self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
-        """Return the memory use of ``rank`` in bytes. Its chunk i has the layers [starts[i], stops[i])."""
+        """Return the memory use of ``rank`` in bytes if its chunk i has the layers starts[i] to stops[i] - 1."""
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict {category, such as "activations": bytes that ``rank`` uses}.
+        """Return a dict {category: bytes} of the memory use of ``rank``. A category is "activations", for example.
 
-        Its chunk i has the layers [starts[i], stops[i]).
+        Chunk i of ``rank`` has the layers starts[i] to stops[i] - 1.
         """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]

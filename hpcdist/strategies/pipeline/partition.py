@@ -31,7 +31,7 @@ VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Assignment of a model's layers to chunks on pipeline ranks, and the time of its slowest rank."""
+    """Assignment of a model's layers to pipeline chunks, and the time per micro-batch of the slowest rank."""
 
     chunks: tuple[range, ...]  # layers (also embedding and head) of each chunk, in model order
     largest: float  # seconds per micro-batch of the slowest rank
@@ -39,7 +39,7 @@ class StagePartition:
 
     @property
     def is_proven(self) -> bool:
-        """True if it is proven that no other partition has a faster slowest rank."""
+        """True if the search proved that the slowest rank takes at least as long in every other partition."""
         return self.largest <= self.bound * (1 + SAME)
 
 
@@ -51,10 +51,10 @@ def search(
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
-    """Return the fastest partition of layers into chunks, or None if no partition fits into memory. Local.
+    """Return the partition that minimises the slowest rank's time, or None if no partition fits into memory. Local.
 
-    ``layer_seconds``: time of each layer. ``rank_of_chunk``: rank of each chunk.
-    ``speeds``, ``limits``: speed and memory limit of each rank. ``steps``: maximum number of search steps.
+    ``layer_seconds``: time of each layer. ``rank_of_chunk``: pipeline rank of each chunk. ``speeds``, ``limits``:
+    relative speed and memory limit in bytes (0: no limit) of each rank. ``steps``: maximum number of search steps.
     """
     task = _Task(tuple(layer_seconds), tuple(rank_of_chunk), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
@@ -252,7 +252,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class StageDevices:
-    """Relative speed and memory limit (in bytes; 0: no limit) of each rank of a pipeline."""
+    """Relative speeds and memory limits of the ranks of a pipeline. A limit is in bytes; 0 means no limit."""
 
     speeds: tuple[float, ...]
     limits: tuple[int, ...]
@@ -266,9 +266,9 @@ class StageDevices:
 def partition(
     layer_seconds: Sequence[float], rank_of_chunk: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
-    """Return the fastest partition of a model on ``devices``, or None if no partition fits into memory. Local.
+    """Return the partition that minimises the time of the slowest rank, or None if none fits into memory. Local.
 
-    ``layer_seconds``: time of each layer. ``rank_of_chunk``: pipeline rank of each chunk.
+    ``layer_seconds``: time of each layer. ``rank_of_chunk``: pipeline rank of each chunk of layers.
     """
     assert len(layer_seconds) >= len(rank_of_chunk) > 0
     if len(set(rank_of_chunk)) == len(rank_of_chunk):
@@ -277,9 +277,9 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return a tuple of layer ranges that minimises the largest ratio of a rank's memory use to its limit. Local.
+    """Return the layer ranges that minimise the largest ratio of memory use to memory limit on any rank. Local.
 
-    ``units``: number of layers. ``ranks``: pipeline rank of each range.
+    The result is a tuple of ranges. ``units``: number of layers. ``ranks``: pipeline rank of each range.
     """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))

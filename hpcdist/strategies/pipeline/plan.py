@@ -26,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Layers, memory use and compute work per micro-batch of one pipeline rank."""
+    """Row of a partition plan: the layers, memory use and compute work of one pipeline rank."""
 
     units: tuple[range, ...]
     parameters: int
@@ -53,16 +53,16 @@ class PartitionPlan:
 
     @property
     def stage_units(self) -> tuple[int, ...]:
-        """Number of layers, including embedding and head, of each pipeline chunk."""
+        """Tuple of the number of layers, including embedding and head, of each pipeline chunk."""
         return tuple(len(chunk) for chunk in self.placement.chunks)
 
     @property
     def balance(self) -> float:
-        """Mean busy fraction of the ranks if the slowest rank never waits, an upper bound for all schedules."""
+        """Mean fraction of time in which ranks compute if the slowest rank never waits: an upper bound."""
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
-        """Return a list of the lines of a text table with one row per pipeline rank."""
+        """Format the plan as a text table with one row per pipeline rank, and return a list of the table's lines."""
         work, size = BASES[self.basis]
         lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")
@@ -94,7 +94,7 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if the layers do not fit.
+    """Return the assignment of layers to pipeline ranks. Raises ConfigurationError if no assignment is possible.
 
     ``states``: bytes of parameters, gradients and optimizer state. ``samples``: samples per micro-batch.
     """

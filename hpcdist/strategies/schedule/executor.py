@@ -91,10 +91,10 @@ class Executor:
         first_sample: int = 0,
         targets: int | None = None,
     ) -> StepResult:
-        """Run step number ``step``. Collective. Raises NonFiniteError if the loss or a gradient is not finite.
+        """Run training step ``step``. Collective. Raises NonFiniteError if the loss or a gradient is not finite.
 
-        ``batches``: micro-batches. ``samples``, ``targets``: sums over all replicas. ``stop_requests``: to be summed.
-        ``first_sample``: index of this replica's first sample in the global batch.
+        ``batches``: local micro-batches. ``samples``, ``targets``: numbers of samples and targets over all replicas.
+        ``first_sample``: index of this replica's first sample. ``stop_requests``: counts to sum over all ranks.
         """
         # With loss scaling, a step with a non-finite gradient is skipped.
         sizes = [len(inputs) for inputs, _ in batches]
@@ -136,7 +136,7 @@ class Executor:
         seconds["compute_s"] -= inside_s
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
-        """Return the loss of the batch, summed over its targets, or 0 on ranks without the last stage. Collective."""
+        """Return the loss summed over ``targets``, or 0 on ranks without the last pipeline stage. Collective."""
         self._begin(self._forward_only, [(inputs, targets)])
         for operation in self._forward_only:
             self._handlers[operation.kind](operation)
@@ -144,9 +144,9 @@ class Executor:
         return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
-        """Repeat a failed step without update, with its ``operations`` and micro-batches ``batches``. Collective.
+        """Repeat the ``operations`` of a failed step, without update, to search for non-finite values. Collective.
 
-        Return a text about this rank's first non-finite value, or None if all values are finite.
+        Return a description of this rank's first non-finite value, or None if all values are finite.
         """
         self._watch.begin(self.exchange.parameters)
         self._compute(operations, batches)
@@ -250,9 +250,9 @@ class Executor:
         if self.outcome.correction != 1.0 and not exchange.traits.corrects:
             self._stages.neighbours.finish()
             raise UsageError(
-                f"step {self.number}: the weights of all targets in the batch sum to {weight:g}, expected {targets:g}: "
-                "with parameter_server.backup_workers, all samples must have the same sum of weights; pass this sum as "
-                "tokens_per_sample to wrap(), or set parameter_server.backup_workers = 0"
+                f"step {self.number}: the weights of all targets in the batch sum to {weight:g}, expected {targets:g}. "
+                "With parameter_server.backup_workers, every sample must have the same sum of target weights; pass the "
+                "sum as tokens_per_sample to wrap(), or set parameter_server.backup_workers = 0"
             )
 
     def _agree(self, op: Operation) -> None:
@@ -284,7 +284,7 @@ class Executor:
 
     @property
     def own_weight(self) -> float:
-        """Sum of the weights of this rank's targets in the last step; 0 for an unweighted loss."""
+        """Sum of the target weights of this rank in the current or last step, or 0 if the loss is unweighted."""
         return self._stages.weight
 
     def gradients_in(self, part: Range) -> Array | None:

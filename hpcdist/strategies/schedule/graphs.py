@@ -32,9 +32,9 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for the operations of a step. Return a list of the dropout ``draws``, or their copies on the GPU.
+        """Prepare for the operations of a step. Return the list ``draws`` of dropout draws, or a copy on the GPU.
 
-        ``sizes``: samples of each micro-batch. ``scale``: loss scale.
+        ``sizes``: number of samples of each micro-batch. ``scale``: loss scale.
         """
         # ``steady`` is False in an evaluation or a NaN search.
         return draws
@@ -50,9 +50,9 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op`` by the function ``call``, and return the result of ``call``.
+        """Run the compute operation ``op`` by calling the function ``call``, and return the result of ``call``.
 
-        ``saved``: memory of the arrays that the backward pass needs.
+        ``saved``: memory for the arrays that the backward pass of ``op`` needs.
         """
         # All other arrays have fixed addresses: ``saved`` (for the backward pass), ``still`` (an input),
         # ``parameters``, ``gradients``.
@@ -72,7 +72,7 @@ class _Captured:
 
 
 class StageGraphs(KernelLaunches):
-    """Runner of a rank's forward and backward passes as CUDA graphs."""
+    """Runner of compute operations that captures forward and backward passes as CUDA graphs."""
 
     own_messages = True  # sends complete at varying times, so their memory must not come from the recorded arena
 

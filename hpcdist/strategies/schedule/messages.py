@@ -21,7 +21,7 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 
 
 class StageMessages:
-    """Sender and receiver of one rank's activations and gradients. Construction is collective over the pipeline."""
+    """Pipeline messages of one rank: activations and gradients. Construction is collective over the pipeline."""
 
     def __init__(self, context: RankContext, arena: Arena) -> None:
         self._comm, self._arena, self._model, self._dtype = context.pipeline, arena, context.model, context.model.dtype
@@ -51,7 +51,7 @@ class StageMessages:
                 )
 
     def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
-        """Start to post the receives in the list ``operations``. ``samples``: number of samples of each micro-batch."""
+        """Queue all receives in ``operations``, and post the first ones. ``samples``: samples of each micro-batch."""
         if len(samples) > self._window:
             self._check_order(operations)
         kinds = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
@@ -83,7 +83,7 @@ class StageMessages:
             self._posted[op.kind, op.microbatch, self._edge(op)] = request, values
 
     def receive(self, op: Operation) -> Array:
-        """Wait for the message that ``op`` receives, and return its array."""
+        """Wait for the message of the receive operation ``op``, and return the received array."""
         edge = self._edge(op)
         request, values = self._posted.pop((op.kind, op.microbatch, edge))
         self._post()
@@ -97,13 +97,13 @@ class StageMessages:
         return values
 
     def forget(self, microbatch: int, unit: int) -> None:
-        """Free the received input of layer (or skip connection) ``unit`` for one micro-batch."""
+        """Free the received input of the layer or skip connection ``unit`` for one micro-batch."""
         if (microbatch, unit) in self._received:
             self._received.remove((microbatch, unit))
             self._memory(RECEIVED, microbatch, unit).release()
 
     def forget_gradient(self, microbatch: int, unit: int) -> None:
-        """Free the input gradient of layer (or skip connection) ``unit`` for one micro-batch."""
+        """Free the input gradient of the layer or skip connection ``unit`` for one micro-batch."""
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
@@ -116,7 +116,7 @@ class StageMessages:
         return copy
 
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
-        """Send ``y``, the input of layer ``op.unit``, to the rank that computes this layer."""
+        """Send ``y``, the input of layer ``op.unit``, to the rank that runs layer ``op.unit``."""
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)
         else:
@@ -124,17 +124,17 @@ class StageMessages:
             self._activations[op.microbatch, self._edge(op)] = request
 
     def send_gradient(self, op: Operation, dx: Array) -> None:
-        """Send ``dx``, the input gradient of layer ``op.unit``, to the rank that computed the input."""
+        """Send ``dx``, the input gradient of layer ``op.unit``, to the rank that computed this layer's input."""
         self._send_copy(GRADIENT_OUT, op, dx)
 
     def poll(self) -> None:
-        """Make progress on the messages in flight, without waiting."""
+        """Test the messages in flight, so that they make progress. Do not wait."""
         for request, _ in self._posted.values():
             request.test()
         self._reap()
 
     def finish(self) -> None:
-        """Wait for all messages in flight."""
+        """Wait until all sent messages are complete, and free all received inputs."""
         for request in self._activations.values():
             request.wait()
         self._activations.clear()

@@ -34,7 +34,7 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """Content of a pipeline schedule file: placement of chunks on ranks, and passes of each rank."""
+    """Content of a pipeline schedule file: the placement of model chunks on ranks, and the passes of each rank."""
 
     # A file has one line of passes per rank, such as "F3.1 B3.1": forward and backward of micro-batch 3, chunk 1.
     placement: str
@@ -48,18 +48,18 @@ class ScheduleText:
 
     @property
     def keeps(self) -> bool:
-        """True if all activations are kept until the backward pass, so that recomputation is unsupported."""
+        """True if the schedule keeps all activations until the backward pass and does not support recomputation."""
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
-        """Return the placement of the model chunks ``parts`` (ranges of layers) on the ranks."""
+        """Return the placement of model chunks on the ranks. ``parts``: range of layers of each chunk."""
         return PLACEMENTS[self.placement](parts, len(self.passes))
 
 
 def read(text: str, ranks: int, microbatches: int, name: str = "the schedule file") -> ScheduleText:
-    """Parse the ``text`` of the schedule file ``name`` to a `ScheduleText`. Local.
+    """Parse ``text``, the content of the schedule file ``name``, and return a `ScheduleText`. Local.
 
-    Raises ConfigurationError if the text is invalid or does not fit ``ranks`` and ``microbatches``.
+    Raises ConfigurationError if the text is invalid or not for ``ranks`` ranks and ``microbatches`` micro-batches.
     """
     header: dict[str, str] = {}
     passes: list[Passes] = []
@@ -105,7 +105,7 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
 def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> ScheduleText:
     """Return the built-in schedule named ``schedule`` as a `ScheduleText`. Local.
 
-    Raises ConfigurationError if it does not support these numbers of ranks, micro-batches and chunks.
+    Raises ConfigurationError if the schedule does not support these numbers of ranks, micro-batches and chunks.
     """
     chunks = check_schedule(schedule, ranks, microbatches, chunks)
     row = SCHEDULES[schedule]
@@ -114,9 +114,9 @@ def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> 
 
 
 def dump(written: ScheduleText, comment: str = "") -> str:
-    """Return the `ScheduleText` ``written`` as text of a schedule file, with ``comment`` at the top.
+    """Return the text of a schedule file with the schedule ``written``, preceded by the comment ``comment``.
 
-    Inverse of `read`.
+    `dump` is the inverse of `read`.
     """
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [f"placement = {written.placement}", f"chunks = {written.chunks}"]
@@ -147,8 +147,8 @@ def _pass(token: str, location: str) -> Pass:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise ConfigurationError(
-            f"{location}: {token!r} is not a pass; write a letter (F, B, I or W), then micro-batch and local chunk, as "
-            "in F3.1"
+            f"{location}: {token!r} is not a pass; write a letter (F, B, I or W), the number of the micro-batch, a dot "
+            "and the number of the local chunk, such as F3.1"
         )
     letter, microbatch, chunk = match.groups(default="0")
     return _PASSES[letter], int(microbatch), int(chunk)
@@ -162,7 +162,7 @@ def compute_operations(
     *,
     recompute: bool = False,
 ) -> list[Operation]:
-    """Return a list of the passes and messages of pipeline rank ``rank`` in one step, as operations.
+    """Return a list of operations: all passes and messages of pipeline rank ``rank`` in one step.
 
     ``schedule``: name of the schedule, or the passes of each rank. ``placement``: assignment of layers to ranks.
     """
@@ -175,7 +175,7 @@ def compute_operations(
 
 
 def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Operation]:
-    """Return a list of the operations of pipeline rank ``rank`` that evaluate one batch.
+    """Return a list of the operations with which pipeline rank ``rank`` evaluates one batch.
 
     ``placement``: assignment of layers to ranks.
     """
@@ -187,7 +187,7 @@ def insert_gathers(
 ) -> list[Operation]:
     """Return ``steps`` with GATHER and FREE operations around the compute operations that use sharded parameters.
 
-    ``needs``: for each layer that computes, the layers whose sharded parameters it uses.
+    ``needs``: for each layer, the layers whose sharded parameters the layer uses when it computes.
     """
     # Parameters stay gathered from their first to their last use in a micro-batch or, with ``keep``, in the whole list:
     # fewer gathers, but more memory.
@@ -226,9 +226,9 @@ def insert_exchange(
     *,
     every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Return ``steps`` with the operations ``exchange``, which sum gradients and update parameters, inserted.
+    """Insert the operations ``exchange``, which sum gradients and update parameters, into ``steps``. Return the result.
 
-    ``units``: flat parameter range of each layer.
+    ``units``: range of each layer in the flat parameter vector.
     """
     # Operations of the types `EXCHANGED` follow as soon as the gradients of their range are complete, after the last or
     # after every micro-batch. MIX_START comes first, all others last. A range with an ADD is added up over the
@@ -268,10 +268,10 @@ def overlap_reductions(
     needs: Mapping[int, Collection[int]],
     limit: int | None = None,
 ) -> list[Operation]:
-    """Return ``steps`` with each gradient reduction replaced by a nonblocking START, and a WAIT as late as possible.
+    """Return ``steps`` with each REDUCE split into a nonblocking START and a WAIT, which comes as late as possible.
 
-    ``units``: flat range of each layer. ``limit``: maximum number in flight.
-    ``needs``: for each layer, the layers whose gradients its backward pass writes.
+    ``units``: flat parameter range of each layer. ``limit``: maximum number of reductions in flight, or None.
+    ``needs``: for each layer, the layers whose gradients are written by the backward pass of the layer.
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
@@ -299,9 +299,9 @@ def overlap_reductions(
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Return ``steps`` with each GATHER replaced by a START_GATHER and, at its position, a WAIT_GATHER.
+    """Return ``steps`` with each GATHER of a layer that is freed later split into a START_GATHER and a WAIT_GATHER.
 
-    The START_GATHER is up to ``ahead`` gathers earlier.
+    The WAIT_GATHER replaces the GATHER. The START_GATHER comes up to ``ahead`` gathers earlier.
     """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}
@@ -334,7 +334,7 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
 
 
 def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
-    """Return ``steps`` with a POLL after each operation that computes while communication is in flight."""
+    """Return ``steps`` with a POLL after each compute operation during which communication is in flight."""
     operations: list[Operation] = []
     in_flight = sum(op.kind is Kind.SETTLE for op in steps)  # from the previous step
     for op in steps:

@@ -36,7 +36,7 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest numbers of micro-batches in progress at once on a rank, by state, summed over its model chunks."""
+    """Largest numbers of micro-batches that a rank has in progress at once, summed over the rank's model chunks."""
 
     live: int  # after forward, before backward (or its input-gradient half), with all activations
     held: int  # between the input-gradient and the weight-gradient half of a split backward pass
@@ -51,7 +51,7 @@ def spell(step: Pass) -> str:
 def sequential(rank: int, ranks: int, microbatches: int) -> Passes:
     """Return the passes of ``rank`` in gradient accumulation.
 
-    Forward and backward of a micro-batch come before the next micro-batch.
+    The backward pass of a micro-batch comes before the forward pass of the next micro-batch.
     """
     _check(rank, ranks, microbatches)
     return [(kind, microbatch, 0) for microbatch in range(microbatches) for kind in (Kind.FORWARD, Kind.BACKWARD)]
@@ -77,7 +77,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
-    """Return a list of the operations of ``rank``: its ``passes``, and the pipeline messages for them.
+    """Expand ``passes`` through chunks to a list of operations of ``rank``: passes through layers, and messages.
 
     ``placement``: assignment of layers to ranks.
     """
@@ -127,9 +127,9 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the number of micro-batches that interleaved 1F1B runs through a chunk before the next chunk.
+    """Return the group size of interleaved 1F1B: the number of micro-batches that a rank runs in a row in one chunk.
 
-    It is the smallest number for which every group has at least ``ranks`` micro-batches.
+    The result is the smallest size for which every group has at least ``ranks`` micro-batches.
     """
     # A rank runs a whole group of micro-batches through one chunk before its next chunk. The last group may be smaller.
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
@@ -159,7 +159,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Passes:
     """Return the passes of ``rank`` in ZB-H1, a zero-bubble schedule.
 
-    It delays weight gradients by ``rank`` micro-batches.
+    The pass for weight gradients of a micro-batch comes ``rank`` micro-batches after the pass for input gradients.
     """
     return _put_off(microbatches, ahead=ranks - 1 - rank, delay=rank)
 
@@ -167,7 +167,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Passes:
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Passes:
     """Return the passes of ``rank`` in ZB-H2, a zero-bubble schedule.
 
-    No rank is idle if all passes take equal time.
+    No rank is idle between its passes if all take equal time and there are at least 2 * ``ranks`` - 1 micro-batches.
     """
     return _put_off(microbatches, ahead=2 * (ranks - 1 - rank), delay=2 * rank)
 
@@ -205,7 +205,7 @@ class _Counting:
 def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
     """Return the passes of ``rank`` in ZB-V, a zero-bubble schedule with two model chunks per rank.
 
-    The placement of the chunks is `folded`.
+    The chunk placement is `folded`: rank r has the chunks r and 2 * ``ranks`` - 1 - r.
     """
     steps, rounds = _Counting(microbatches), max(2 * ranks - 1, microbatches)
     for _ in range(2 * (ranks - rank) - 1):  # until the first micro-batch returns from the later ranks

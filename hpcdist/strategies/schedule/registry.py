@@ -43,7 +43,7 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the slowest rank's idle fraction of a step, or None if there is no formula for ``schedule``.
+    """Return the fraction of a step in which the slowest rank is idle, or None if ``schedule`` has no formula.
 
     ``stages``: number of pipeline ranks.
     """
@@ -74,7 +74,7 @@ FILE: Final = "file"  # a schedule read from a file
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Built-in pipeline schedule: its passes, peak memory, and supported numbers of chunks and micro-batches."""
+    """Built-in pipeline schedule: passes, peak memory, and the supported numbers of chunks and micro-batches."""
 
     # ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks).
     passes: Callable[[int, int, int, int], Passes]
@@ -87,7 +87,7 @@ class Schedule:
     fewest: Callable[[int], int] = lambda ranks: 1  # minimum number of micro-batches
 
     def place(self, parts: Sequence[range], ranks: int) -> StagePlacement:
-        """Return the placement of the model chunks ``parts`` (ranges of layers) on ``ranks`` ranks."""
+        """Return the placement of model chunks on ``ranks`` ranks. ``parts``: range of layers of each chunk."""
         return (folded if self.folded else looped)(parts, ranks)
 
 
@@ -136,7 +136,7 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank in schedule ``name``; 1 selects the default of the schedule.
+    """Return the number of model chunks per rank in schedule ``name``. ``chunks`` = 1 selects the schedule's default.
 
     Raises ConfigurationError if the schedule does not support ``chunks``.
     """
@@ -156,9 +156,9 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank, like `chunks_of`.
+    """Check that schedule ``name`` supports these numbers. Return the number of chunks per rank, like `chunks_of`.
 
-    Raises ConfigurationError if the schedule ``name`` does not support the numbers of ranks and micro-batches.
+    Raises ConfigurationError if the schedule is unknown, or does not support one of the numbers.
     """
     if name == FILE:
         return chunks

@@ -24,10 +24,7 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 
 
 def check_parameters(executor: Executor, step: int) -> None:
-    """Raise DivergenceError if ranks hold different bits of the same parameter at ``step``. Collective.
-
-    ``executor``: holds the parameters.
-    """
+    """Raise DivergenceError if ranks hold different bits of the same parameter in ``executor``. Collective."""
     context, exchange, copies = executor.context, executor.exchange, executor.copies.parameters
     replicated = [(context.data, store) for store in (exchange.parameters, copies) if exchange.traits.identical]
     for comm, store in (*replicated, *exchange.other_replicas):
@@ -39,9 +36,9 @@ def check_parameters(executor: Executor, step: int) -> None:
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on all ranks if their copies of ``store`` differ at ``step``. Collective over ``comm``.
+    """Raise DivergenceError on all ranks of ``comm`` if the copies of ``store`` differ. Collective over ``comm``.
 
-    ``algorithm``: allreduce algorithm for the comparison.
+    ``step``: step number for the message. ``algorithm``: allreduce algorithm with which the copies are compared.
     """
     if have_equal_digests(comm, _digest(backend.to_host(store.array)), algorithm):
         return
@@ -50,12 +47,10 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
 
 
 def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on all ranks if unsharded tensors in ``store`` differ at ``step``.
+    """Raise DivergenceError on all ranks if the ranks' values of unsharded tensors in ``store`` differ.
 
-    Collective over ``comm``, the tensor axis.
-    ``algorithm``: allreduce algorithm for the comparison.
+    Collective over the tensor axis ``comm``. ``algorithm``: allreduce algorithm with which the values are compared.
     """
-    # The tensors that the tensor axis does not shard.
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
     together = backend.namespace(store.array).concatenate(values)  # one copy from the GPU
@@ -66,7 +61,7 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
     """Raise DataError on all ranks if the ranks of one ``replica`` have different batches. Collective over ``comm``.
 
-    ``replica``: number of this rank's replica. ``what``: text that names the batch, for the message.
+    ``replica``: number of this rank's replica. ``what``: text that names the batch in the error message.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
@@ -122,9 +117,9 @@ def explain_nonfinite(
     batches: Sequence[MicroBatch],
     error: NonFiniteError,
 ) -> NonFiniteError:
-    """Repeat a failed step; return ``error`` with the first non-finite value of each rank in its text. Collective.
+    """Repeat a failed step to find the first non-finite value on each rank. Collective.
 
-    ``batches``: micro-batches of the step.
+    Return ``error`` with these values in the text. ``operations``, ``batches``: operations and micro-batches to repeat.
     """
     findings = comm.allgather_object(executor.inspect(operations, batches))
     locations = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]

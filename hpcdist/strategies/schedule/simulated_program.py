@@ -23,7 +23,7 @@ from hpcdist.strategies.core.operations import COMPUTE
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Cost of a message: seconds that it occupies the link, and latency."""
+    """Cost of a message in seconds: the time that the message occupies the link, and the latency."""
 
     latency_s: float = 0.0  # from the end of ``carries_s`` to the arrival
     carries_s: float = 0.0  # the message occupies the link
@@ -31,7 +31,7 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of each pass over one micro-batch, by model layer, and the cost of a message."""
+    """Run times of the passes of each model layer over one micro-batch, in seconds, and the cost of a message."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]  # unsplit backward pass
@@ -54,9 +54,9 @@ class StepCosts:
     def equal(
         cls, units: int, forward_s: float, input_s: float, weight_s: float, *, link: LinkCost | None = None
     ) -> "StepCosts":
-        """Return the costs of ``units`` equal layers. A forward pass takes ``forward_s`` seconds.
+        """Return the costs of ``units`` equal layers. A forward pass of a layer takes ``forward_s`` seconds.
 
-        A backward pass takes ``input_s`` + ``weight_s`` seconds.
+        A backward pass of a layer takes ``input_s`` + ``weight_s`` seconds.
         """
         return cls(
             forward_s=[forward_s] * units,
@@ -68,7 +68,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Five sequences with the seconds of each layer, one sequence per type of pass."""
+        """Tuple of five sequences, one per type of pass. Each sequence has the seconds of all layers."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
@@ -80,7 +80,7 @@ CODES: Final = dict(zip(COMPUTE, range(4), strict=True))  # of passes
 
 @dataclass(frozen=True)
 class Program:
-    """Operations of all ranks for the simulator."""
+    """Operations of all ranks, stored in arrays for the simulator."""
 
     starts: np.ndarray  # (ranks + 1,): rank r has the operations starts[r]:starts[r + 1]
     code: np.ndarray  # (entries,), int8
@@ -105,7 +105,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """Simulated start and end times of all operations."""
+    """Simulated start and end times of all operations in a `Program`."""
 
     # ``cause``: for a RECV that waited (its time includes the wait), the index of the matching SEND. ``before``: for a
     # SEND that waited, the index of the SEND that occupied the link. Otherwise -1.
@@ -117,7 +117,7 @@ class Times:
 
 
 def run(program: Program) -> Times:
-    """Simulate ``program`` and return start and end times. Raises ScheduleError in a deadlock."""
+    """Simulate ``program``, and return the `Times` of its operations. Raises ScheduleError if ranks deadlock."""
     entries = len(program.code)
     begin_s, end_s = np.full(entries, -1.0), np.full(entries, -1.0)
     cause, before = np.full(entries, -1, np.int64), np.full(entries, -1, np.int64)
@@ -130,7 +130,7 @@ def run(program: Program) -> Times:
     if stuck.size:
         rank = int(stuck[0])
         raise ScheduleError(
-            f"rank {rank} waits forever in its operation number {at[rank] - program.starts[rank]}; the ranks "
+            f"rank {rank} waits forever in the operation with index {at[rank] - program.starts[rank]}. The ranks "
             f"{stuck.tolist()} of all {len(at)} ranks wait forever, because a message is never sent, or because ranks "
             "wait for each other; check the operation lists with hpcdist.strategies.schedule.verify"
         )

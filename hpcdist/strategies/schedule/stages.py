@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Outputs and gradients of skip connections, stored and exchanged. Only methods ``send_*`` communicate."""
+    """Storage of values and gradients of skip connections. Only `send_activation` and `send_gradient` communicate."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -44,7 +44,7 @@ class SkipExchange:
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Before the forward pass ``op``, put the inputs that its layer gets over skip connections into ``saved``.
+        """Put the skip-connection inputs of layer ``op.unit`` into ``saved``, before the forward pass ``op``.
 
         ``saved``: arrays kept for the backward pass.
         """
@@ -52,7 +52,7 @@ class SkipExchange:
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Store ``y``, the output of the forward pass ``op``, for later layers that use it over skip connections."""
+        """Store ``y``, the output of the forward pass ``op``, for later layers that get it over skip connections."""
         # With ``dropped``, the activations are freed after this pass, so later units on this rank need a copy.
         if dropped:
             self.end(op)
@@ -65,7 +65,7 @@ class SkipExchange:
             self._values[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), y) if copy else y
 
     def add(self, op: Operation, dy: Array) -> Array:
-        """Add the gradients from skip connections to ``dy``, the output gradient of a layer. Return ``dy``."""
+        """Add the gradients of skip connections to ``dy``, the output gradient of layer ``op.unit``. Return ``dy``."""
         for target in self._place.skips_from(op.unit):
             skip = (op.microbatch, op.unit, target)
             dy += self._gradients.pop(skip)
@@ -73,16 +73,16 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, copy the gradients of skip connections from ``saved``, for earlier layers.
+        """Copy the gradients of skip connections from ``saved``, after the backward pass ``op``.
 
-        ``saved``: arrays of this layer and micro-batch.
+        The copies are for the earlier layers. ``saved``: arrays of layer ``op.unit`` for this micro-batch.
         """
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """Free the inputs that the layer of ``op`` got over skip connections, after its backward pass."""
+        """Free the skip-connection inputs of layer ``op.unit``, which this layer no longer needs."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
@@ -93,7 +93,7 @@ class SkipExchange:
         self._neighbours.send_activation(op, self._values.pop((op.microbatch, op.source, op.unit)), copy=copy)
 
     def send_gradient(self, op: Operation) -> None:
-        """Send the gradient of the output of layer ``op.source`` to the rank that computes this layer."""
+        """Send the gradient of the output of layer ``op.source`` to the rank that computes layer ``op.source``."""
         skip = (op.microbatch, op.source, op.unit)
         self._neighbours.send_gradient(op, self._gradients.pop(skip))
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
@@ -101,7 +101,7 @@ class SkipExchange:
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
         """Store ``values``, which the operation ``op`` received over a skip connection.
 
-        They are layer outputs, or gradients with ``back=True``.
+        ``values`` are gradients if ``back`` is true, and layer outputs otherwise.
         """
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
@@ -146,7 +146,7 @@ class Stages:
     ) -> None:
         """Prepare to execute ``operations``. ``draw`` selects the dropout masks; None means evaluation.
 
-        ``batches``: micro-batches. ``scale``: factor of the loss, whose gradients start the backward pass.
+        ``batches``: micro-batches. ``scale``: factor of the loss, by which all gradients are multiplied.
         """
         axis = self._context.context_axis
         cut = (lambda whole: whole) if axis is None else axis.cut
@@ -172,13 +172,13 @@ class Stages:
 
     @property
     def losses(self) -> list[float]:
-        """List of the loss of each completed micro-batch that has samples, summed over its targets."""
+        """List of the losses of completed micro-batches that have samples. Each loss is a sum over targets."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of all targets of this step or evaluation, or 0 if the loss has no weights."""
+        """Sum of the weights of this rank's targets in this step or evaluation, or 0 if the loss has no weights."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property
@@ -305,7 +305,7 @@ class Stages:
             saved.release()
 
     def backward_weight(self, op: Operation) -> None:
-        """Compute the weight gradients of layer ``op.unit``, the second half of a split backward pass."""
+        """Compute the weight gradients of layer ``op.unit``, which is the second half of a split backward pass."""
         if self._has_samples(op):
             gradients = self._bound.gradients(op.unit)
             saved, operations = self._saved(op), self._model.operations

@@ -20,7 +20,7 @@ Handler: TypeAlias = Callable[[Operation], None]
 
 @dataclass(frozen=True)
 class RecomputeVerdict:
-    """Result of the second computation of a suspicious step: the suspicion, the faulty ranks, and a description."""
+    """Result of recomputing a suspicious step: the reason for the suspicion, the faulty ranks, and a description."""
 
     suspicion: str
     ranks: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class RecomputeVerdict:
 
 @dataclass
 class StepResult:
-    """Result of a training step."""
+    """Loss, gradient norm, timings and other results of a training step."""
 
     loss: float = float("nan")
     gradient_norm: float = float("nan")
@@ -57,25 +57,25 @@ class RunningStep(Protocol):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Number of samples in each micro-batch of this rank's replica, in order."""
+        """Sequence with the number of samples in each micro-batch of this rank's replica."""
 
     @property
     def units(self) -> Mapping[int, Range]:
-        """Flat parameter range of each layer on this rank, keyed by layer number."""
+        """Mapping from the number of each layer on this rank to the layer's range of the flat parameter vector."""
 
     @property
     def outcome(self) -> StepResult:
-        """Result of the step so far."""
+        """Result of the step. While the step runs, fields can still have default values."""
 
     @property
     def own_losses(self) -> list[float]:
-        """Loss of each of this rank's micro-batches, summed over its targets."""
+        """List of the losses of this rank's micro-batches. Each loss is a sum over the micro-batch's targets."""
 
     def gradients_in(self, part: Range) -> Array | None:
         """Return the gradients of the flat range ``part`` of one layer, or None if other ranks have them. Local."""
 
     def compute_again(self) -> None:
-        """Compute the current step a second time, to compare the results. Collective."""
+        """Compute the current step a second time, so that the caller can compare the results. Collective."""
 
 
 NO_COUNTS: Final = np.zeros(0)
@@ -89,26 +89,26 @@ class StepObserver:
         return handler
 
     def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
-        """Called before step ``number``. ``operations``: list to execute. ``sizes``: samples per micro-batch."""
+        """Called before step ``number``, which runs ``operations``. ``sizes``: samples of each micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Called after the backward operation ``op`` of the current ``step``."""
+        """Called after the backward pass ``op`` of a layer in the current ``step``."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
         """Called before ``op`` exchanges this rank's complete gradients of the flat range ``op.part``.
 
-        ``step``: the step that is running.
+        ``step``: the current step.
         """
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return an array of this observer's numbers to sum over the ranks. Its length is equal on all ranks. Local."""
+        """Return a 1-D array that the executor sums over all ranks. All ranks return the same length. Local."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
         """Called before the update, when the loss and the gradient norm are known. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
-        """Called after the step. ``sums``: this observer's `counts`, summed over the world."""
+        """Called after the step. ``sums``: the result of this observer's `counts`, summed over all world ranks."""
 
     def leave_step(self) -> None:
         """Called when the step ends, both after success and after an error."""
@@ -195,9 +195,9 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return ``handler`` wrapped in a profiler range of the ``phase``, such as "compute".
+    """Return a function that runs ``handler`` in a profiler range of the ``phase``, such as "compute".
 
-    ``ranges``: function that opens the range.
+    ``ranges``: function that opens the profiler range.
     """
 
     def run(op: Operation) -> None:
@@ -230,23 +230,23 @@ class NanFinder:
         return self._awake
 
     def begin(self, parameters: FlatStore) -> None:
-        """Start the search, first in this rank's ``parameters``."""
+        """Start the search, and search this rank's ``parameters`` first."""
         tensor = norms.first_nonfinite(parameters)
         self._found = f"parameter {tensor}" if tensor else None
         self._awake = True
 
     def end(self) -> str | None:
-        """Stop the search; return a text that names this rank's first non-finite value, or None if all were finite."""
+        """Stop the search. Return the name of this rank's first non-finite value, or None if none was found."""
         self._awake = False
         return self._found
 
     def look(self, name: str, values: Scalar) -> None:
-        """Search ``values`` for NaN and infinity. ``name``: text that names the values in the error message."""
+        """Search ``values`` for NaN and infinity, if the search is active. ``name``: name of ``values`` in messages."""
         if self._awake and self._found is None and not _finite(values):
             self._found = name
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Search the gradients in the flat range ``part`` of ``store``."""
+        """Search the gradients in the flat range ``part`` of ``store`` for NaN and infinity."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
@@ -256,12 +256,12 @@ class NanFinder:
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop the search if ``values``, received from another rank, are not finite."""
+        """Stop the search if ``values``, which come from another rank, are not finite."""
         if self._awake and not _finite(values):
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop the search if ``part``, a range of ``store`` received from another rank, is not finite."""
+        """Stop the search if ``store`` has non-finite values in the range ``part``, which come from another rank."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

@@ -36,9 +36,9 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as an int64 array of shape (3, n), for n passes. Local.
+    """Return the n ``passes`` of a rank as an int64 array of shape (3, n). Local.
 
-    Rows: pass type, micro-batch, and index of the model chunk on this rank.
+    The rows are the type of each pass, its micro-batch, and the local index of its model chunk.
     """
     if not passes:
         return np.zeros((3, 0), np.int64)
@@ -50,9 +50,9 @@ def compact(passes: Passes) -> np.ndarray:
 def program_of_passes(
     passes: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> Program:
-    """Return a `Program` for the simulator. ``passes``: for each rank, the array from `compact`. Local.
+    """Convert ``passes``, which has one array from `compact` per rank, to a `Program` for the simulator. Local.
 
-    ``costs``: time of each pass and message.
+    ``costs``: time of each pass and of a message.
     """
     rows = [_Row(passes[rank], placement, rank, recompute) for rank in range(placement.stages)]
     count = 1 + max((int(row.microbatch.max(initial=0)) for row in rows), default=0)
@@ -123,7 +123,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return a tuple with the `Peak` of each rank: its maximum numbers of micro-batches in progress. Local."""
+    """Return a tuple of one `Peak` per rank: the rank's maximum numbers of micro-batches in progress. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 
@@ -186,12 +186,12 @@ class StepTimeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start of the step to the end of the last operation of any rank."""
+        """Seconds from the start of the step until all ranks have finished their last operation."""
         return float(self.times.end_s.max(initial=0.0))
 
     @property
     def computes_s(self) -> float:
-        """Seconds from the start of the first pass to the end of the last pass, over all ranks."""
+        """Seconds from the start of the earliest pass on any rank to the end of the latest pass on any rank."""
         computing = [stage for stage in self.stages if stage.span_s]
         ends = [stage.begin_s + stage.span_s for stage in computing]
         return max(ends, default=0.0) - min((stage.begin_s for stage in computing), default=0.0)
@@ -204,16 +204,13 @@ class StepTimeline:
 
     @property
     def makespan_rate(self) -> float:
-        """Fraction of the time from the first to the last pass on any rank in which a rank is idle.
-
-        Mean over the ranks that compute.
-        """
+        """Mean idle fraction of the ranks that compute, from the earliest pass to the latest pass on any rank."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
 
     def critical_path(self) -> "list[CriticalSegment]":
-        """Return a list of the operations and messages that determine the step time, without gaps. Local."""
+        """Return a list of the operations and messages that determine the step time, in order of time. Local."""
         program, times = self.program, self.times
         segments: list[CriticalSegment] = []
         entry = int(times.end_s.argmax()) if len(times.end_s) else -1
@@ -236,7 +233,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path: an operation, or the wait for the message that it receives."""
+    """Segment of the critical path: an operation, or the transfer of a message to the operation that receives it."""
 
     rank: int
     entry: int
@@ -283,9 +280,9 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Simulate a step; return its timeline. Raises ScheduleError in a deadlock.
+    """Simulate a step, and return the `StepTimeline`. Raises ScheduleError if ranks deadlock.
 
-    ``steps``: operations of each rank. ``costs``: time of each pass and message.
+    ``steps``: list of operations of each rank. ``costs``: time of each pass and of a message.
     """
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
@@ -294,9 +291,9 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Simulate the passes of each rank; return the timeline. Raises ScheduleError in a deadlock. Local.
+    """Simulate the passes of all ranks, and return the `StepTimeline`. Raises ScheduleError if ranks deadlock. Local.
 
-    ``rows``: for each rank, the array from `compact`. ``costs``: time of each pass and message.
+    ``rows``: for each rank, the array from `compact`. ``costs``: time of each pass and of a message.
     """
     program = program_of_passes(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

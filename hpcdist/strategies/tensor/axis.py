@@ -26,7 +26,7 @@ NODE_SHARED: Final = "node_shared"
 def algorithm_on(comm: Communicator, gradient_algorithm: str, *, settled: bool, on: str) -> str:
     """Return the name of the algorithm for allreduces of activations over ``comm``. Collective.
 
-    ``gradient_algorithm``: algorithm for gradients in the recipe.
+    ``gradient_algorithm``: allreduce algorithm that the recipe sets for gradients.
     """
     # If the recipe names no algorithm, ranks on CPUs that can share memory use "node_shared".
     if not settled and on == "cpu" and shared_memory.is_available(comm):
@@ -35,14 +35,14 @@ def algorithm_on(comm: Communicator, gradient_algorithm: str, *, settled: bool, 
 
 
 def suited(comm: Communicator, algorithm: str) -> str:
-    """Return ``algorithm``, or "native" if it needs shared memory and ``comm`` spans several nodes. Collective."""
+    """Return "native" if ``algorithm`` needs shared memory and ``comm`` spans nodes, else ``algorithm``. Collective."""
     if comm.size > 1 and NODE_SHARED in algorithm and comm.nodes().count > 1:
         return "native"
     return algorithm
 
 
 class TensorAxis:
-    """Collectives over the tensor axis ``comm``. Construction is collective."""
+    """Collectives over the ranks of the tensor axis ``comm``. Construction is collective over ``comm``."""
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder | None = None) -> None:
         self.comm, self.algorithm = comm, suited(comm, algorithm)
@@ -55,9 +55,9 @@ class TensorAxis:
         self._timed(buffer, buffer, buffer, lambda: collectives.allreduce(self.comm, buffer, self.algorithm, op))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Sum ``buffer`` in place. Afterwards, only this rank's range ``shares[rank]`` is valid.
+        """Reduce-scatter ``buffer`` in place: afterwards, only this rank's range ``shares[rank]`` has valid sums.
 
-        ``shares``: one range of the buffer per rank.
+        ``shares``: one range of ``buffer`` per rank.
         """
         share, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, buffer, share, lambda: halves.reduce_scatter(self.comm, buffer, shares))
@@ -68,7 +68,7 @@ class TensorAxis:
         self._timed(buffer, share, buffer, lambda: halves.all_gather(self.comm, buffer, shares))
 
     def taken_s(self) -> float:
-        """Return the seconds spent in collectives on CPU buffers since the last call. Local."""
+        """Return the seconds spent in collectives on CPU buffers since the last call of this method. Local."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
@@ -101,12 +101,12 @@ class Borders:
     def enter(self, x: Array, saved: Saved) -> Array:
         """Return the input activations of all tokens, for a layer with input ``x``.
 
-        If ``x`` is sharded by tokens, gather them into memory of ``saved``.
+        If ``x`` is sharded by tokens, gather the shards into memory of ``saved``.
         """
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradient ``dx`` over the ranks in place. Return the gradient of this rank's input.
+        """Sum the input gradient ``dx`` over the ranks in place. Return the part of the sum for this rank's input.
 
         ``saved``: arrays kept for the backward pass.
         """
@@ -114,16 +114,16 @@ class Borders:
         return dx
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
-        """Return uninitialised memory for this rank's partial sum of the layer's output.
+        """Return an uninitialised array of ``shape`` and ``dtype`` for this rank's partial sum of the layer's output.
 
-        The array of ``shape`` and ``dtype`` is stored as ``name`` in ``saved``.
+        The array is stored in ``saved``. ``name``: name of the layer's output in ``saved``.
         """
         return saved.empty(name, shape, dtype)
 
     def leave(self, partial: Array, name: str, saved: Saved) -> Array:
         """Sum ``partial`` over the ranks, and return the sum for this rank's tokens.
 
-        ``name``: name of ``partial`` in ``saved``.
+        ``name``: name of the layer's output in ``saved``.
         """
         self.axis.allreduce(partial.reshape(-1))
         return partial
@@ -131,7 +131,7 @@ class Borders:
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
         """Return the output gradient of all tokens, for a layer with output gradient ``dy``.
 
-        If ``dy`` is sharded by tokens, gather it into memory of ``saved``.
+        If ``dy`` is sharded by tokens, gather all shards into memory of ``saved``.
         """
         return dy
 
@@ -159,7 +159,7 @@ class SequenceBorders(Borders):
         assert context >= axis.size
 
     def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:
-        """Yield (row slice of ``y``, sample, first token position) for each run of consecutive tokens. Local."""
+        """Yield (slice of rows in ``y``, sample, first token position) for each run of consecutive tokens. Local."""
         first, row = self.first_token(y), 0
         while row < y.shape[0]:
             sample, token = divmod(first + row, self.context)

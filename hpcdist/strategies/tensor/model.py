@@ -41,7 +41,7 @@ from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEn
 
 
 class ColumnLinear:
-    """Column-parallel linear layer: ranks divide the outputs. Collective over the tensor axis."""
+    """Column-parallel linear layer: each rank computes a part of the outputs. Collective over the tensor axis."""
 
     def __init__(self, borders: Borders) -> None:
         self.borders = borders
@@ -72,7 +72,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Row-parallel linear layer: ranks divide the inputs. Collective over the tensor axis."""
+    """Row-parallel linear layer: each rank multiplies a part of the inputs. Collective over the tensor axis."""
 
     def __init__(self, borders: Borders) -> None:
         self.borders = borders
@@ -121,7 +121,7 @@ def _weight_gradients(
 
 
 class ParallelExperts(WholeExperts):
-    """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over this axis."""
+    """Mixture of experts. Feed-forward columns are sharded over the tensor axis. Collective over the tensor axis."""
 
     # All ranks have the whole router and output biases. If activations are sharded by tokens, only rank 0 stores their
     # gradients, because a later step sums these gradients over the ranks.
@@ -154,7 +154,7 @@ class ParallelExperts(WholeExperts):
 
 
 class HeadParallelAttention:
-    """Attention of the local heads, computed by ``inner``; all ranks of the tensor axis have equally many heads."""
+    """Attention over this rank's heads, computed by ``inner``. All tensor-parallel ranks have equally many heads."""
 
     def __init__(self, axis: TensorAxis, inner: AttentionOperation) -> None:
         self._axis, self._inner = axis, inner
@@ -186,7 +186,7 @@ class RowDropout(LocalDropout):
 
 
 def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
-    """Return the spec of this rank's shard of the tensor ``spec``; shard sizes differ by at most one. Local."""
+    """Return the spec of this rank's shard of the tensor ``spec``. Shard lengths differ by at most 1. Local."""
     if spec.cut is None or comm.size == 1:
         return spec
     parts = split(spec.shape[spec.cut], comm.size, itemsize=1, align_bytes=1)
@@ -203,7 +203,7 @@ def cut_model(
 ) -> Model:
     """Return this rank's shard of the transformer ``model`` on the tensor axis. Collective over ``comm``.
 
-    ``algorithm``: of the allreduces of activations.
+    ``algorithm``: name of the allreduce algorithm for activations.
     """
     if comm.size == 1:
         return model

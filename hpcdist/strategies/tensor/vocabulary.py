@@ -17,7 +17,7 @@ from hpcdist.strategies.tensor.axis import Borders, SequenceBorders
 
 
 class VocabularyEmbedding:
-    """Embedding whose table rows are sharded over the tensor axis. Collective."""
+    """Embedding whose table rows are sharded over the tensor axis. Collective over the tensor axis."""
 
     weight_reads = ("tokens",)
 
@@ -41,7 +41,7 @@ class VocabularyEmbedding:
         return self.borders.leave(partial, f"{prefix}.y", saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the gradients of this rank's rows of the embedding table. ``dy``: gradient of the embeddings.
+        """Add the gradient of this rank's table rows to ``gradients``. ``dy``: gradient of the embeddings.
 
         ``prefix``: start of the tensor names.
         """
@@ -57,7 +57,7 @@ class VocabularyEmbedding:
 
 
 class RowPositions:
-    """Position embedding for sequence parallelism: each rank embeds its own tokens. Local."""
+    """Position embedding for sequence parallelism: each rank embeds the positions of its tokens. Local."""
 
     # The gradient of the position table covers only the local tokens; it is summed over the ranks once per step.
     def __init__(self, borders: SequenceBorders) -> None:
@@ -77,7 +77,7 @@ class RowPositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add ``dy`` to the gradient of the position embeddings of this rank's tokens.
+        """Add ``dy``, the output gradient of this rank's tokens, to the gradient of the position embeddings.
 
         ``prefix``: start of the tensor names. ``saved``: arrays that `forward` kept.
         """
@@ -101,16 +101,16 @@ class RowPositions:
 
 
 class VocabularyCrossEntropy:
-    """Cross-entropy loss whose classes are sharded over the tensor axis. Collective over this axis."""
+    """Cross-entropy loss with classes sharded over the tensor axis. Collective over the tensor axis."""
 
     # Ranks exchange each token's largest logit, sum of exponentials and target logit. Targets of -1 do not count.
     def __init__(self, borders: Borders, classes: Range, vocabulary: int) -> None:
         self.axis, self.own, self.vocabulary = borders.axis, classes, vocabulary
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
+        """On the first rank, return the loss summed over all tokens. On the other ranks, return 0.
 
-        ``logits``: this rank's classes. ``saved``: arrays kept for the backward pass.
+        ``logits``: logits of this rank's classes. ``saved``: arrays kept for the backward pass.
         """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)

@@ -55,7 +55,7 @@ KINDS: Final = (
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Entry in the event log of a run after ``step`` steps, with named numbers and texts in ``values``."""
+    """Event in a run after ``step`` completed steps. ``values``: numbers and texts of the event by name."""
 
     kind: str
     step: int
@@ -78,7 +78,7 @@ class ObservedSeries:
 
 @dataclass(frozen=True)
 class EventNote:
-    """Text from an entry in the event log of a run, with the kind, step and time of the entry."""
+    """Text from an event of a run, with the kind, step and time of the event."""
 
     step: int
     session: int
@@ -90,14 +90,14 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Observations:
-    """Observations read from a metrics file: ``series`` by quantity, and ``notes`` (the texts of events)."""
+    """Observations read from a metrics file. ``series``: values by metric key. ``notes``: the texts of events."""
 
     series: Mapping[str, ObservedSeries] = field(default_factory=dict)
     notes: Sequence[EventNote] = ()
 
 
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
-    """Append ``events`` of start number ``session`` of the run to the open metrics ``file``. Local."""
+    """Append ``events`` to the open metrics ``file``. ``session``: number of the run's current start. Local."""
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
         return
@@ -140,7 +140,7 @@ def _indices(file: Any, names: Sequence[str]) -> list[int]:
 
 
 def read(file: Any) -> Observations:
-    """Return the values and texts of the events in the open metrics file ``file``; none in files of old versions."""
+    """Return the values and texts of all events in the open metrics ``file``. Files of old versions have no events."""
     if GROUP not in file:
         return Observations()
     rows, notes = ROWS.read(file), NOTES.read(file)

@@ -18,7 +18,7 @@ PREFIX: Final = "hpcdist_"
 
 @dataclass(frozen=True)
 class Quantity:
-    """Definition of a quantity. ``kind``: gauge or counter. ``unit``: UCUM code. ``tag``: its name in TensorBoard."""
+    """Definition of a metric. ``kind``: gauge or counter. ``unit``: UCUM code. ``tag``: name in TensorBoard."""
 
     name: str
     unit: str
@@ -29,7 +29,7 @@ class Quantity:
 
     @property
     def prometheus(self) -> str:
-        """Name of the quantity's metric in Prometheus."""
+        """Name of this metric in Prometheus."""
         return PREFIX + self.name
 
 
@@ -86,13 +86,13 @@ assert len(QUANTITIES) == len(_ALL)
 
 
 def key(name: str, label: str = "") -> str:
-    """Return the key of a quantity in events: ``name``, or ``name[label]``. A label is, for example, a GPU number."""
+    """Return the key of a metric in events: ``name``, or ``name[label]``. A label is a GPU number, for example."""
     assert bool(QUANTITIES[name].label) == bool(label), name
     return f"{name}[{label}]" if label else name
 
 
 def split(key: str) -> tuple[str, str | None]:
-    """Return (name, label) of a ``key`` made by `key`. The label is None if the key has no label."""
+    """Return the pair (name, label) from which the function `key` made ``key``. The label is None without brackets."""
     name, bracket, rest = key.partition("[")
     return name, rest.removesuffix("]") if bracket else None
 
@@ -121,7 +121,7 @@ class StepRow:
 
 
 class DerivedFigures:
-    """Calculator of figures over the last ``window`` steps, such as the speed. Steps must be passed in order."""
+    """Calculator of metrics such as the speed over the last ``window`` steps. Steps must be passed in order."""
 
     # The first step after a start is excluded as soon as there is a second step. ``lock_step`` False: ranks do not wait
     # for each other.
@@ -133,7 +133,7 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return a list of {figure name: value}, one dict for each step in ``rows``. Unknown figures are left out."""
+        """Return a list with a dict {metric key: value} for each step in ``rows``. Unknown metrics are left out."""
         # Only the dict of the last step has figures of the straggler (longest compute time). The function `key` makes
         # the keys.
         figures: list[dict[str, float]] = []
@@ -199,7 +199,7 @@ class DerivedFigures:
 
 
 def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
-    """Return each rank's median compute time over the median of all ranks. ``compute_s``: shape (steps, ranks)."""
+    """Return each rank's median compute time divided by the median rank's time. ``compute_s``: shape (steps, ranks)."""
     times = np.where(compute_s > 0, compute_s, math.nan)
     is_known = np.isfinite(times)
     medians = np.full(times.shape[1], math.nan)
@@ -221,7 +221,7 @@ def _column(rows: Sequence[StepRow], name: str) -> np.ndarray:
 
 
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the mean of each row of ``values``, of shape (steps, ranks), over the ranks with a finite value."""
+    """Return each step's mean over the ranks with a finite value. ``values``: array of shape (steps, ranks)."""
     return _ratio(_total(values), np.isfinite(values).sum(axis=1).astype(float))
 
 
@@ -231,7 +231,7 @@ def _total(values: np.ndarray) -> np.ndarray:
 
 
 def max_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the maximum of each row of ``values``, of shape (steps, ranks); NaN in rows without finite values."""
+    """Return each step's maximum over the ranks, or NaN without a finite value. ``values``: shape (steps, ranks)."""
     filled = np.where(np.isfinite(values), values, -math.inf).max(axis=1, initial=-math.inf)
     return np.where(np.isfinite(filled), filled, math.nan)
 

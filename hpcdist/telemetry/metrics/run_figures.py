@@ -30,7 +30,7 @@ _SHARES: Final = ("compute", "update", "data", "other")
 
 @dataclass(frozen=True)
 class RunFigure(Figure[RunData]):
-    """Definition of a figure of a run, such as its speed. ``note``: function that returns a remark on a run's value."""
+    """Definition of a metric of a whole run, such as the speed. ``note``: function that returns a remark for a run."""
 
     note: Callable[[RunData], str] = lambda run: ""
     is_fact: bool = False  # property of the job, in the head of a report
@@ -267,7 +267,7 @@ RUN: Final[Catalogue[RunData]] = Catalogue(*FIGURES)
 
 
 def measured(run: RunData) -> list[tuple[str, str, str]]:
-    """Return (title, value, note) texts of the known figures of ``run``, without job properties and zero counters."""
+    """Return a list of (title, value, note) texts, one per known metric, without job properties and zero counters."""
     unknown: tuple[object, ...] = (None, 0)
     return [
         (figure.heading, figure.text(run), figure.note(run))
@@ -277,13 +277,13 @@ def measured(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def zero_counters(run: RunData) -> str:
-    """Return the titles of the counters of ``run`` that are 0, as text separated by commas."""
+    """Return the titles of all counters of ``run`` that are 0, as one text separated by commas."""
     counters = [figure for figure in FIGURES if figure.is_counter and run.run is not None]
     return ", ".join(figure.heading for figure in counters if figure.value(run) == 0)
 
 
 def lines(run: RunData, head: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Return lines of text: the (title, text) pairs ``head``, then known figures, then reasons for unknown figures."""
+    """Return a list of text lines: the (title, text) pairs ``head``, known metrics, and reasons for unknown metrics."""
     rows = [*head, *((title, f"{value}  ({note})" if note else value) for title, value, note in measured(run))]
     rows += [("none", names)] if (names := zero_counters(run)) else []
     width = max((len(title) for title, _ in rows), default=0)

@@ -126,7 +126,7 @@ class ClockSession:
 
 
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
-    """Append clock ``readings`` and ``hosts`` of start number ``session`` to the open metrics ``file``. Local."""
+    """Append clock ``readings`` and ``hosts`` to the open metrics ``file``. ``session``: number of the start. Local."""
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
     if session not in CLOCK_RANKS.read(file)["session"]:
@@ -150,7 +150,7 @@ def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[
 
 
 def read_clocks(path: Path) -> tuple[ClockSession, ...]:
-    """Return a `ClockSession` for each start of the run with clock readings in ``path``. Raises StorageError."""
+    """Return a tuple of one `ClockSession` per start of the run from the metrics file ``path``. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of clocks is damaged"):
         ranks, readings = CLOCK_RANKS.read(file), CLOCK_READINGS.read(file)
         return tuple(_clock_session(number, ranks, readings) for number in np.unique(ranks.get("session", ())).tolist())
@@ -177,7 +177,7 @@ MAX_SMALL_ROWS: Final = 200_000  # number of first rows read from a table withou
 
 @dataclass(frozen=True)
 class SampledMetrics:
-    """Metrics of a run. Columns with one value per rank are read only for the steps ``chosen``."""
+    """Metrics of a run. Columns with one value per rank contain only the steps ``chosen``, not all steps."""
 
     steps: dict[str, np.ndarray]  # columns with one value per step, for all steps
     chosen: np.ndarray  # (rows,) indices into the columns of ``steps``
@@ -191,7 +191,7 @@ class SampledMetrics:
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
-    """Read the metrics file ``path``. Of columns per rank, about ``wide_bytes`` bytes are read. Raises StorageError."""
+    """Read the metrics file ``path``. Limit each column per rank to ``wide_bytes`` bytes. Raises StorageError."""
     return read_settled(path, lambda file: _read(file, wide_bytes))
 
 

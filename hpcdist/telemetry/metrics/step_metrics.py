@@ -168,7 +168,7 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one training step. Its values are keyword arguments; NaN means "not measured"."""
+        """Add a row with the values of one training step. NaN means that a value was not measured."""
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
@@ -186,7 +186,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write the buffered rows. Then call each function in ``*appends`` with (open file, number of this start)."""
+        """Write buffered rows, then call each function in ``*appends`` with (open file, number of the run's start)."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -208,11 +208,11 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Open the metrics file and call ``append(file, session)``. ``session``: number of this start of the run."""
+        """Open the metrics file, and call ``append(file, session)``. ``session``: number of this start of the run."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows to ``table`` of the metrics file. Its columns are keyword arguments. The session is added."""
+        """Append rows to ``table`` of the metrics file: ``columns``, and the number of this start of the run."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ def _check_tables(file: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MetricsData:
-    """Content of a metrics file: columns of ``steps`` (per step, or per step and rank) and of ``evaluations``."""
+    """Content of a metrics file: columns of the tables ``steps`` and ``evaluations``, and the root attributes."""
 
     steps: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray]
@@ -248,7 +248,7 @@ class MetricsData:
 
 
 def read(path: str | Path) -> MetricsData:
-    """Read the metrics file ``path`` of a finished or running run. Raises StorageError."""
+    """Return the content of the metrics file ``path`` of a finished or running run. Raises StorageError."""
 
     def take(file: Any) -> MetricsData:
         attributes = dict(files.attributes_of(file))
@@ -258,7 +258,7 @@ def read(path: str | Path) -> MetricsData:
 
 
 def read_settled(path: str | Path, read_file: Callable[[Any], Result]) -> Result:
-    """Return ``read_file(file)`` for the metrics file ``path``, also while a run writes it. Raises StorageError."""
+    """Open the metrics file ``path``, which a run may still write. Return ``read_file(file)``. Raises StorageError."""
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
@@ -271,7 +271,7 @@ def read_settled(path: str | Path, read_file: Callable[[Any], Result]) -> Result
 
 
 def summarise(metrics: MetricsData) -> dict[str, Any]:
-    """Return a dict of figures of a run as JSON values, such as "train_loss". Unknown figures are None."""
+    """Return a dict {metric name, such as "train_loss": JSON value} that summarises a run. Unknown values are None."""
     # Times are from the slowest rank, without the first step of each session. train_loss_mean: over the last
     # `LAST_LOSSES` steps. bytes_sent_per_step: median over steps of the maximum over ranks. slowest_rank: largest
     # median compute time. imbalance: this time over the median rank's.
@@ -320,7 +320,7 @@ def mean_step_s(metrics: MetricsData) -> float | None:
 
 
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
-    """Return the bytes per rank and step by transport from a metrics file's ``attributes``, or None if incomplete."""
+    """Return the sent bytes per rank and step, by transport, from a file's ``attributes``, or None if incomplete."""
     noted = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
     by_way = {way: float(nbytes) for way, nbytes in noted.items() if isinstance(nbytes, int | float)}
     return BytesMoved(**by_way) if len(by_way) == len(noted) and all(map(math.isfinite, by_way.values())) else None

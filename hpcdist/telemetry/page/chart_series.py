@@ -17,7 +17,7 @@ BINS: Final = 400  # largest number of bins of an area
 
 
 def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (x, y) with at most `POINTS` points of a line: the extremes of ``y`` in intervals of ``x``."""
+    """Return (x, y) with at most `POINTS` points of a line, including the extremes of ``y`` in equal intervals."""
     if len(x) <= POINTS:
         return x, y
     parts = (POINTS - 2) // 2
@@ -37,12 +37,12 @@ def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bin_edges(x: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """Split the rows of ``x`` into at most ``bins`` equal bins. Return the first row of each bin, then len(x)."""
+    """Split the rows of ``x`` into up to ``bins`` equal bins. Return an array: first row of each bin, then len(x)."""
     return np.unique(np.linspace(0, len(x), min(bins, len(x)) + 1).astype(np.int64))
 
 
 def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the mean of the rows of ``values`` in each bin, ignoring NaN. ``edges``: result of `bin_edges`."""
+    """Return an array with the mean of the rows in each bin, ignoring NaN. ``edges``: result of `bin_edges`."""
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1], axis=0)
     count = np.add.reduceat(finite.astype(np.float64), edges[:-1], axis=0)
@@ -50,19 +50,19 @@ def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def medians(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return each column's median in each bin of rows, ignoring NaN. ``edges`` is the result of `bin_edges`."""
+    """Return an array of shape (bins, columns) with the median per bin and column. ``edges``: from `bin_edges`."""
     return np.array([median(values[start:stop]) for start, stop in itertools.pairwise(edges)])
 
 
 def median(values: np.ndarray) -> np.ndarray:
-    """Return the median over the first dimension, ignoring NaN. If all values are NaN, no warning is printed."""
+    """Return the median over the first dimension, ignoring NaN. The median of only NaN is NaN, without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmedian(values, axis=0))
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the moving mean of the last ``window`` elements at each element of ``values``. NaN is ignored."""
+    """Return an array with the mean of the last ``window`` values up to each element of ``values``, ignoring NaN."""
     if window <= 1 or not len(values):
         return values
     finite = np.isfinite(values)
@@ -78,7 +78,7 @@ MAX_RESUMES: Final = 40  # with more resumes, none is marked
 
 
 def observed_by_label(data: RunData, name: str) -> dict[str, ObservedSeries]:
-    """Return {label: recorded values} of the quantity ``name``. A label is, for example, the number of a GPU."""
+    """Return a dict {label: recorded values} of the metric ``name``. A GPU number is an example of a label."""
     observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
     labelled = {
         key: series
@@ -89,7 +89,7 @@ def observed_by_label(data: RunData, name: str) -> dict[str, ObservedSeries]:
 
 
 def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
-    """Draw the recorded series in ``parts`` as stacked areas. A value holds until the next recorded value."""
+    """Draw the series ``parts`` on ``axes`` as stacked areas. Each value holds until the next recorded value."""
     at = np.unique(np.concatenate([series.step for series in parts.values()]))
     at = decimate(at, at.astype(float))[0]
     areas = {}
@@ -101,9 +101,9 @@ def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
 
 
 def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Draw ``parts``, {name: y values at the x values ``at``}, as stacked areas on ``axes``. NaN counts as 0.
+    """Draw the areas ``parts`` on ``axes``, stacked on each other. NaN counts as 0.
 
-    ``colours``: {name: colour}.
+    ``parts``: dict {name: array of y values}. ``at``: array of x values. ``colours``: dict {name: colour}.
     """
     shown = {name: np.nan_to_num(part) for name, part in parts.items() if np.nansum(part) > 0}
     if len(at) == 1:  # one point has no area
@@ -115,9 +115,9 @@ def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colo
 
 
 def mark_resumes(axes: Any, data: RunData, from_step: int = 0) -> None:
-    """Mark the first step of each restart from ``from_step`` on, unless there are more than `MAX_RESUMES` restarts.
+    """Draw a vertical line on ``axes`` at the first step of each resume of the run ``data``.
 
-    ``axes``: chart to mark. ``data``: the run.
+    Skip resumes before step ``from_step``. Draw no line if there are more than `MAX_RESUMES` resumes.
     """
     marked = [step for step in data.sessions if step >= from_step]
     for step in marked if len(marked) <= MAX_RESUMES else ():
@@ -143,12 +143,12 @@ def label_step_axis(axes: Any, y_label: str) -> None:
 
 
 def rows_note(run: SampledMetrics) -> str:
-    """Return a note that a chart shows only some steps of ``run``, or "" if it shows all steps."""
+    """Return a note for charts that show only some steps of ``run``, or "" if charts show all steps."""
     if run.complete:
         return ""
     return f"From {len(run.chosen):,} of {len(run.steps['step']):,} steps, spread evenly."
 
 
 def format_value(value: float | None, form: str = "{:.4f}") -> str:
-    """Return the number ``value`` formatted with the format string ``form``, or "not measured" for None."""
+    """Return ``value`` as text, formatted with the format string ``form``. None gives "not measured"."""
     return "not measured" if value is None else form.format(value)

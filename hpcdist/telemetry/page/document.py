@@ -93,7 +93,7 @@ def make_page(data: RunData) -> str:
 
 
 def sentence(data: RunData) -> str:
-    """Return a sentence on the model, the data and the result of a run, or "" if no step was completed."""
+    """Return a sentence about the model, the data and the result of a run, or "" if no step was completed."""
     if data.run is None:
         return ""
     values = {title: value for title, value, _ in run_figures.measured(data)}
@@ -149,7 +149,7 @@ def _missing(data: RunData, charts: Sequence[Chart]) -> dict[str, str]:
 
 
 def page_facts(data: RunData) -> list[tuple[str, str]]:
-    """Return (name, text) pairs about the job of a run: times, size, strategy, job and version."""
+    """Return a list of (name, text) pairs that describe the job of a run: times, size, strategy and version."""
     state, attributes = data.state, data.attributes
     lasted = sum(max(0.0, start.seen - start.began) for start in state.starts)
     version, commit = (str(attributes.get(name, "")) for name in ("hpcdist_version", "git_commit"))
@@ -176,7 +176,7 @@ def page_facts(data: RunData) -> list[tuple[str, str]]:
 
 
 def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | None = None) -> None:
-    """Write the HTML page of the run in ``run_dir`` to ``file``. ``external``: other data. Raises StorageError."""
+    """Write the HTML page of the run in ``run_dir``, with ``external`` data, to ``file``. Raises StorageError."""
     plotting.require_matplotlib()
     with regular.damage(run_dir, regular.FIGURES):
         data = run_data.read(Path(run_dir), external)
@@ -188,8 +188,8 @@ def write_table_page(
 ) -> None:
     """Write an HTML page with a table and a plot to ``file``. Raises StorageError.
 
-    ``rows``: lines of the table, headings first. ``notes``: lines below the table. ``svg``: the plot. ``alt``: its text
-    alternative.
+    ``rows``: rows of the table, headings first. ``notes``: text lines below the table. ``svg``: the plot. ``alt``: text
+    alternative of the plot.
     """
     chart = Chart("plot", "", svg, alt=alt, wide=True)
     page = _render("table.html.j2", title=title, rows=rows, notes=notes, chart=chart)

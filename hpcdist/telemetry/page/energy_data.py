@@ -29,7 +29,7 @@ NO_STEP: Final = "no step is in the spans of all ranks: it did not end, or its s
 
 @dataclass(frozen=True)
 class RankLane:
-    """Operations (``spans``) of one rank in a step. Times are in seconds after the first rank began the step."""
+    """Operations (``spans``) of one rank in a step. Times are in seconds since the earliest rank began the step."""
 
     rank: int
     host: str
@@ -40,7 +40,7 @@ class RankLane:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """Recorded operations of one step, one `RankLane` per rank. ``reason``: set if there are no operations."""
+    """Recorded operations of one step, one `RankLane` per rank. ``reason``: why there are no operations, or ""."""
 
     step: int = 0
     lanes: Sequence[RankLane] = ()
@@ -51,11 +51,11 @@ class StepSpans:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the begin of the step on its first rank to the end of the step on its last rank."""
+        """Seconds from the begin of the step on the earliest rank to the end of the step on the latest rank."""
         return max((lane.end_s for lane in self.lanes), default=0.0)
 
     def totals(self) -> dict[str, float]:
-        """Return {phase: seconds}, averaged over the ranks."""
+        """Return a dict {phase: seconds}. The seconds are averaged over the ranks."""
         totals: dict[str, float] = {}
         for lane in self.lanes:
             for begin, end, span in lane.spans:
@@ -64,7 +64,7 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest_rank: int | None = None) -> StepSpans:
-    """Return the operations of a step of median duration on some ranks. ``slowest_rank``: a rank to include."""
+    """Return the operations of a step of median duration on up to `MAX_RANKS` ranks, including ``slowest_rank``."""
     # The median is over the last `LAST_STEPS` steps. The first and the last rank are always included.
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
@@ -89,7 +89,7 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest_rank: int | No
 
 
 def select_evenly(numbers: Sequence[int], included: int | None) -> list[int]:
-    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``. ``included``: another element to return."""
+    """Return a list of up to `MAX_RANKS` evenly spaced elements of ``numbers``, including the element ``included``."""
     if len(numbers) <= MAX_RANKS:
         return list(numbers)
     selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
@@ -193,7 +193,7 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """Energy and power over time from one kind of energy counter, such as gpu. ``hours``: times of the values."""
+    """Energy and power over time from one kind of energy counter, such as "gpu". ``hours``: time of each value."""
 
     hours: np.ndarray
     joules: np.ndarray
@@ -202,7 +202,7 @@ class EnergyCurve:
 
 @dataclass(frozen=True)
 class RunEnergy:
-    """Energy of a run over all its starts. If the total is unknown, ``joules`` is None, with a ``reason``."""
+    """Energy of a run over all its starts. If the total is unknown, ``joules`` is None and ``reason`` explains why."""
 
     joules: float | None = None
     reason: str = NOT_KEPT
@@ -215,12 +215,12 @@ class RunEnergy:
 
     @property
     def seconds(self) -> float:
-        """Total seconds of all measured phases, summed over the starts and restarts of the run."""
+        """Total seconds of all measured phases, summed over all starts of the run."""
         return math.fsum(phase.seconds for phase in self.phases)
 
 
 def read_energy(run_dir: Path, attributes: Mapping[str, Any], last_step: int = 0) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``, whose metrics file has these ``attributes``."""
+    """Return the energy of the run in ``run_dir``. ``attributes``: root attributes of the run's metrics file."""
     # If the totals of the two files differ, the one in `USAGE_FILE` is used.
     usage = regular.json_or_none(run_dir / USAGE_FILE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -254,7 +254,7 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the joules of whole nodes (``by_kind["node"]``) if known, else the sum of the known values."""
+    """Return the total energy in joules: ``by_kind["node"]`` if known, else the sum of the known values."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
@@ -279,7 +279,7 @@ class EnergyCurves:
 
 
 def read_curves(path: Path | None) -> EnergyCurves:
-    """Return the energy curves in the metrics file ``path``. They are empty if the run stored no samples."""
+    """Return the energy curves in the metrics file ``path``. The result is empty if the run stored no samples."""
     if path is None:
         return EnergyCurves()
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
@@ -292,7 +292,7 @@ def read_curves(path: Path | None) -> EnergyCurves:
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:
-    """Return a dict from counter types to energy curves. ``samples``, ``sources``: energy tables of a metrics file."""
+    """Return a dict {kind of counter: energy curve}. ``samples``, ``sources``: energy tables of a metrics file."""
     keys = ("session", "node", "source")
     kinds = {
         tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")
@@ -370,14 +370,14 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """Utilisation over time. ``shares``: {name, such as "cpu": values at the times ``hours``}, without pauses."""
+    """Utilisation over time. ``shares``: dict {resource, such as "cpu": used fraction at each of the ``hours``}."""
 
     hours: np.ndarray
     shares: Mapping[str, np.ndarray]
 
 
 def read_utilisation(path: Path | None) -> UtilisationCurves | None:
-    """Return the utilisation curves in the metrics file ``path``, or None without samples. Raises StorageError."""
+    """Return the utilisation curves in the metrics file ``path``, or None if it has no samples. Raises StorageError."""
     if path is None:
         return None
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of utilisation is damaged"):
@@ -388,7 +388,7 @@ def read_utilisation(path: Path | None) -> UtilisationCurves | None:
 
 
 def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
-    """Return utilisation curves averaged over nodes. ``rows`` maps columns of `UTILISATION_TABLE` to arrays."""
+    """Return utilisation curves averaged over nodes. ``rows``: dict {column of `UTILISATION_TABLE`: array}."""
     seconds, at = np.zeros(len(rows["session"])), 0.0
     for session in np.unique(rows["session"]):
         in_session = rows["session"] == session

@@ -48,17 +48,17 @@ class RunState:
 
     @property
     def began(self) -> float | None:
-        """Begin time of the first start of the run, or None if unknown."""
+        """Unix time of the first start of the run, or None if unknown."""
         return self.starts[0].began if self.starts else None
 
     @property
     def seen(self) -> float | None:
-        """Time of the last heartbeat of the run, or None if unknown."""
+        """Unix time of the last heartbeat of the run, or None if unknown."""
         return self.starts[-1].seen if self.starts else None
 
     @property
     def requeues(self) -> int:
-        """Number of jobs that the scheduler restarted."""
+        """Number of times that the scheduler restarted a job of the run."""
         return sum(job.event == "began" and (job.number("restart") or 0) > 0 for job in self.jobs)
 
 
@@ -141,7 +141,7 @@ MAX_INCIDENTS: Final = 100  # listed incidents of a kind; further ones are only 
 
 @dataclass(frozen=True)
 class Incident:
-    """An incident after ``step`` steps (None: unknown). ``time`` is the formatted date and time, or "" if unknown."""
+    """Incident in a run after ``step`` steps (None if unknown), at the formatted ``time`` ("" if unknown)."""
 
     step: int | None
     time: str
@@ -150,9 +150,9 @@ class Incident:
 
 
 def read_incidents(run: SampledMetrics | None, state: RunState) -> list[Incident]:
-    """Return a list of all incidents of a run, ordered by step. ``run``: metrics of the run, or None.
+    """Return a list of the incidents of a run, ordered by step. ``run``: metrics of the run, or None.
 
-    ``state``: from `read_state`. Incidents are starts, deaths, skipped steps, silent faults, anomalies and failures.
+    Incidents are starts, deaths, skipped steps, silent faults, anomalies and failures. ``state``: see `read_state`.
     """
     incidents = [*_failure_incidents(state), *_start_incidents(run, state)]
     if run is not None:

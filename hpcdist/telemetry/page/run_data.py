@@ -40,7 +40,7 @@ class RecipeSetting:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint of the run. ``reason`` explains why it is unusable, or is ""."""
+    """A checkpoint of the run. ``reason`` explains why the checkpoint is unusable, or is "" if it is usable."""
 
     name: str
     step: int
@@ -75,7 +75,7 @@ class ExternalData:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run, read from its directory. Large tables are read at the first access."""
+    """Data of a run, read from the run's directory. Large tables are read at the first access."""
 
     run_dir: Path
     state: RunState
@@ -92,12 +92,12 @@ class RunData:
 
     @property
     def world(self) -> int:
-        """Number of ranks in the last step. Without a step, the number in the flight recorder (0 if unknown)."""
+        """Number of ranks in the last step or, without a step, in the flight recorder files. 0 means unknown."""
         return int(self.figures.get("world") or 0) or self.state.world
 
     @property
     def hosts(self) -> list[str]:
-        """Names of the nodes, or [] if they were omitted on request."""
+        """List of the names of the nodes. The list is empty if the user asked to omit node names."""
         return [name for name in str(self.attributes.get("hosts", "")).split(",") if name]
 
     @property
@@ -110,12 +110,12 @@ class RunData:
 
     @property
     def speed_unit(self) -> str:
-        """Unit of the training data that the speed counts: "tokens" or "samples"."""
+        """Unit in which the speed counts training data: "tokens" or "samples"."""
         return str(self.attributes.get("speed_unit", "tokens"))
 
     @property
     def loss_unit(self) -> str:
-        """Unit of the losses, "nats", or "" for a model without tokens."""
+        """Unit of the losses: "nats", or "" (no unit) for a model without tokens."""
         return str(self.attributes.get("loss_unit", "nats"))
 
     @cached_property
@@ -135,7 +135,7 @@ class RunData:
 
     @cached_property
     def costs(self) -> Mapping[str, Any]:
-        """Dict of the costs and emissions of the energy that the run used."""
+        """Dict {name: value} of the costs and emissions of the energy that the run used."""
         return self.external.costs(math.nan if self.energy.joules is None else self.energy.joules, self.energy.seconds)
 
     @cached_property
@@ -145,12 +145,12 @@ class RunData:
 
     @cached_property
     def use(self) -> UtilisationCurves | None:
-        """Utilisation of the nodes over time, or None if the run stored none."""
+        """Utilisation of the nodes over time, or None if the run stored no samples."""
         return energy_data.read_utilisation(self._metrics_path)
 
     @cached_property
     def timeline(self) -> StepSpans:
-        """Operations of one step of median duration, by rank."""
+        """Operations of each rank in a step of median duration."""
         return energy_data.read(self.run_dir, self._metrics_path, self.figures.get("slowest_rank"))
 
     @cached_property
@@ -191,7 +191,7 @@ def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None
 
 
 def summary_figures(run: side_tables.SampledMetrics) -> dict[str, Any]:
-    """Return a dict of figures of ``run``, such as "train_loss" and "anomalies". Unknown figures are None."""
+    """Return a dict {metric name: value} of ``run``, with names such as "train_loss". Unknown values are None."""
     # data_fraction: time spent waiting for data since the run last started. other_fraction: time not spent on data,
     # computation, communication or update. skipped_steps and anomalies: numbers over the whole run.
     summary = step_metrics.summarise(run.sample)

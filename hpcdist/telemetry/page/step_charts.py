@@ -60,7 +60,7 @@ def _end(data: RunData) -> list[Chart]:
 
 
 def draw_loss(axes: Any, data: RunData, first: int = 0) -> None:
-    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss on ``axes``."""
+    """Draw the training loss, its moving mean and the validation loss on ``axes``, from table row ``first`` on."""
     assert data.run is not None
     rows, evaluations = data.run.steps, data.run.sample.evaluations
     steps, loss, window = rows["step"][first:], rows["loss"][first:], _window(len(rows["step"]))
@@ -205,7 +205,7 @@ def _phases(data: RunData) -> Chart:
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return arrays over bins of steps: the last step of each bin, and {phase: mean milliseconds in each bin}."""
+    """Return a pair: an array of the last step of each bin of steps, and a dict {phase: mean milliseconds per bin}."""
     # Means are over the steps of a bin, and over all ranks except parameter servers.
     rows, edges = run.sample.steps, chart_series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
@@ -217,7 +217,7 @@ def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]
 
 
 def draw_phases(axes: Any, data: RunData) -> None:
-    """Draw the mean times of the phases of a step as stacked areas on ``axes``. ``data``: the run."""
+    """Draw the mean time of each phase of a step on ``axes``, as stacked areas over the steps of the run ``data``."""
     assert data.run is not None
     at, parts = phase_times(data.run)
     chart_series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)

@@ -26,7 +26,7 @@ WALL: Final = "wall clocks"
 
 
 class HostClock:
-    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, both clocks count as equal."""
+    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, the clocks count as equal."""
 
     def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
         self.source = source
@@ -51,7 +51,7 @@ class HostClock:
 
     @property
     def readings(self) -> tuple[ClockReading, ...]:
-        """Clock readings, in order of time, from which the offset is interpolated."""
+        """Tuple of the clock readings from which the offset is interpolated, in order of time."""
         return tuple(self._knots)
 
     @property
@@ -116,7 +116,7 @@ class HostClock:
 
 @dataclass(frozen=True)
 class ClockCorrections:
-    """Clock corrections (`HostClock`) by host. ``reference`` is the host of rank 0; ``notes`` are remarks for users."""
+    """Clock correction (`HostClock`) of each host. ``reference``: host of rank 0. ``notes``: remarks for the user."""
 
     reference: str
     clocks: Mapping[str, HostClock]
@@ -128,7 +128,7 @@ def find_corrections(
 ) -> ClockCorrections:
     """Return the clock corrections of all hosts. Local.
 
-    They are from clock readings in ``sessions``, else from message times in ``matches``. ``logs``: {rank: log}.
+    Sources: clock readings in ``sessions``, else message times in ``matches``, else the wall clocks in ``logs``.
     """
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
@@ -259,7 +259,7 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Numbers of pairs (cause, effect) of communication calls, and of pairs whose recorded order is impossible."""
+    """Number of (cause, effect) pairs of communication calls, and number of pairs with an impossible recorded order."""
 
     pairs: int
     wrong: int
@@ -279,9 +279,9 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Count receives and collectives that end before the call that they waited for begins. Local.
+    """Count the receives and collectives that end before the awaited call begins. Return a `CausalOrder`. Local.
 
-    ``matches``: matched calls on one clock. ``bounds_ns``: {rank: largest error of its times, or None}.
+    ``matches``: matched calls on one clock. ``bounds_ns``: dict {rank: largest error of the rank's times, or None}.
     """
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:

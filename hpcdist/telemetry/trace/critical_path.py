@@ -18,7 +18,7 @@ COMPUTES: Final = ("compute", "update")
 
 @dataclass(frozen=True)
 class PathSegment:
-    """Segment of the critical path: an operation of ``rank``. ``travels``: it is a message transfer to ``rank``."""
+    """Segment of the critical path: an operation of ``rank``, or (if ``travels``) a message transfer to ``rank``."""
 
     rank: int
     phase: str
@@ -33,7 +33,7 @@ class PathSegment:
 
 
 def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSegment]:
-    """Return the critical path of all ranks: segments in order of time. ``pieces``: timeline of each rank. Local."""
+    """Return the critical path over all ranks as a list of segments in time order. ``pieces``: {rank: timeline}."""
     ends = {rank: [piece.end_ns for piece in row] for rank, row in pieces.items()}
     last = max(((row[-1].end_ns, rank) for rank, row in pieces.items() if row), default=None)
     if last is None:
@@ -72,7 +72,7 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 
 @dataclass(frozen=True)
 class CommunicationOverlap:
-    """Communication time of one rank in ns, divided by its overlap with computation."""
+    """Communication time of one rank in ns, split into time that computation hides and exposed time."""
 
     hidden_ns: int  # overlaps with computation; an upper bound, because messages seem in flight until noticed
     exposed_ns: int  # does not overlap with computation
@@ -80,13 +80,13 @@ class CommunicationOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of the communication time, without waits, that computation hides, or None without such time."""
+        """Fraction of the communication time, waits excluded, that computation hides. None without communication."""
         total_ns = self.hidden_ns + self.exposed_ns - self.waited_ns
         return self.hidden_ns / total_ns if total_ns > 0 else None
 
 
 def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str], Counter[str]]:
-    """Return three dicts of the time on ``path`` in ns: by rank (-1: transfers), by phase, and by operation. Local."""
+    """Return three dicts of the time in ns on ``path``: per rank (-1: transfers), per phase, per operation. Local."""
     of_rank: Counter[int] = Counter()
     of_phase: Counter[str] = Counter()
     of_name: Counter[str] = Counter()
@@ -98,7 +98,7 @@ def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str]
 
 
 def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int, int], int]:
-    """Return {(waiting rank, awaited rank): total wait in ns}. ``pieces``: {rank: time intervals}. Local."""
+    """Return a dict {(waiting rank, awaited rank): total wait in ns}. ``pieces``: {rank: time intervals}. Local."""
     waited: Counter[tuple[int, int]] = Counter()
     for row in pieces.values():
         for piece in row:
@@ -110,7 +110,7 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
 ) -> list[tuple[TimelinePiece, str]]:
-    """Return (wait, main operation of the awaited rank) for the five longest waits of ``ranks``."""
+    """Return a list of pairs (wait, main operation of the awaited rank) with the five longest waits of ``ranks``."""
     waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
     return [(wait, _main_activity(pieces.get(wait.by, ()), wait)) for wait in waiting[:5]]
@@ -129,7 +129,7 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 def communication_overlap(
     timeline: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]
 ) -> CommunicationOverlap:
-    """Return the communication time of a rank, hidden by computation and exposed. ``timeline``: of this rank."""
+    """Return the hidden and the exposed communication time of a rank. ``timeline``: time intervals of the rank."""
     computing = union([(piece.begin_ns, piece.end_ns) for piece in timeline if piece.phase in COMPUTES])
     exposed = sum(piece.end_ns - piece.begin_ns for piece in timeline if piece.phase == "communication")
     waited = sum(piece.waited_ns for piece in timeline if piece.phase == "communication")
@@ -137,7 +137,7 @@ def communication_overlap(
 
 
 def union(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge overlapping (begin, end) intervals. Return disjoint intervals, ascending. Local."""
+    """Merge overlapping (begin, end) intervals. Return an ascending list of disjoint intervals. Local."""
     merged: list[list[int]] = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -150,7 +150,7 @@ def union(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int:
-    """Return the overlap of ``a`` and ``b`` in ns, two ascending lists of disjoint (begin, end) intervals."""
+    """Return the total overlap of ``a`` and ``b`` in ns. Both are sorted lists of disjoint (begin, end) intervals."""
     total = i = j = 0
     while i < len(a) and j < len(b):
         total += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -21,7 +21,7 @@ ROOTED: Final = ("broadcast", "broadcast_object")
 
 @dataclass(frozen=True)
 class MatchedMessage:
-    """A send and its matching receive."""
+    """A send and the receive that got the message."""
 
     send: RecordedCall
     receive: RecordedCall
@@ -29,13 +29,13 @@ class MatchedMessage:
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Calls of the same collective on different ranks. ``root`` None: each rank waits for all other ranks."""
+    """Calls of the same collective on different ranks. ``root``: root rank, or None for a collective without root."""
 
     calls: tuple[RecordedCall, ...]
     root: int | None = None
 
     def released_by(self) -> RecordedCall | None:
-        """Return the call that released the others: of the root in a broadcast, else the last. None: unknown."""
+        """Return the call that the other calls waited for: the root's call, else the latest call. None if unknown."""
         if self.root is not None:
             return next((call for call in self.calls if call.rank == self.root), None)
         return max(self.calls, key=lambda call: call.begin_ns)
@@ -51,7 +51,7 @@ class Matches:
 
 
 def match(logs: Mapping[int, RankLog], world: int) -> Matches:
-    """Match sends with receives, and the calls of each collective. ``logs``: {rank: log}. ``world``: ranks."""
+    """Match sends with receives, and the calls of each collective. ``logs``: {rank: log}. ``world``: rank count."""
     members: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(logs):
         for comm in logs[rank].comms:

@@ -57,7 +57,7 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a row number for each (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
+    """Return a list of one row number per (begin, end) in sorted ``bars``. Bars of a row are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:
@@ -178,7 +178,7 @@ def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -
 
 
 def metadata(trace: Trace, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the trace file: a ``description`` of the run, clock corrections, and notes."""
+    """Return the metadata of the trace file as a dict: ``description`` of the run, clock corrections, and notes."""
     return {
         "run": str(trace.run_dir),
         **description,
@@ -193,7 +193,7 @@ def metadata(trace: Trace, description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(trace: Trace, file: Path, description: Mapping[str, Any]) -> int:
-    """Write the trace and a ``description`` of the run to ``file`` (.gz: compressed). Return the number of events."""
+    """Write ``trace`` and ``description`` to ``file``, compressed if its suffix is .gz. Return the number of events."""
     try:
         with (
             atomic.replacing(file) as raw,
@@ -240,9 +240,9 @@ _PATH: Final = "#222222"
 
 
 def draw(trace: Trace, file: Path) -> int:
-    """Plot the step of ``trace`` whose critical path has the median length. Return its number.
+    """Plot the step of ``trace`` whose critical path has the median length. Return the number of this step.
 
-    ``file``: file of the plot. Raises UsageError without steps.
+    ``file``: file to write the plot to. Raises UsageError if ``trace`` has no steps.
     """
     matplotlib = plotting.check_plot(file)
     if not trace.paths:

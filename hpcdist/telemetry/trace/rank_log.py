@@ -26,7 +26,7 @@ _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall(CommunicatorCall):
-    """Recorded communication call on a rank. Times are in ns of one clock."""
+    """Recorded communication call of a rank. The begin and end times are in ns of the same clock."""
 
     rank: int
     step: int  # in which the call began, or `NO_STEP`
@@ -36,13 +36,13 @@ class RecordedCall(CommunicatorCall):
 
     @property
     def is_asynchronous(self) -> bool:
-        """True if the rank can do other work during the call: it is nonblocking, or in a background thread."""
+        """True if the rank can do other work during the call, which is nonblocking or in a background thread."""
         return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
 
 
 @dataclass(frozen=True)
 class RankLog:
-    """Log of one rank: its time spans, communication calls and steps, in ns of its host's monotonic clock."""
+    """Log of one rank: time spans, communication calls and steps, in ns of the monotonic clock of the rank's host."""
 
     rank: int
     world: int
@@ -57,7 +57,7 @@ class RankLog:
 
     @property
     def comms(self) -> frozenset[str]:
-        """Names of the communicators that this rank used."""
+        """Set of the names of the communicators that this rank used."""
         return frozenset(call.comm for call in self.calls)
 
 
@@ -71,7 +71,7 @@ class RankLogs:
 
 
 def load(run_dir: Path) -> RankLogs:
-    """Read the undamaged record files of a run. Raises UsageError without files, StorageError if all are damaged."""
+    """Read the record files of a run, and skip damaged files. Raises UsageError or StorageError if no file remains."""
     folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
     paths = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
     if not paths:
@@ -189,7 +189,7 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return the steps ``requested``, or the ``last`` steps, and notes on missing steps. Raises UsageError."""
+    """Return a pair: the recorded steps in ``requested`` (None: the ``last`` steps), and notes. Raises UsageError."""
     stepping = [log for log in logs if log.steps]
     if not stepping:
         if requested is not None:

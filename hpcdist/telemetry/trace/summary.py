@@ -23,7 +23,7 @@ MAX_PIECES: Final = 250_000  # spans and calls: a file of about 100 MB, which vi
 
 @dataclass(frozen=True)
 class StepPath:
-    """Critical path of one step: the sequence of operations and transfers that determines its end."""
+    """Critical path of one step: the sequence of operations and transfers that determines the end of the step."""
 
     step: int
     links: tuple[PathSegment, ...]
@@ -49,14 +49,14 @@ class Trace:
 
     @property
     def waits(self) -> dict[tuple[int, int], int]:
-        """Total waiting time in ns, keyed by (waiting rank, awaited rank)."""
+        """Dict {(waiting rank, awaited rank): total waiting time in ns}."""
         return critical_path.waited_for(self.pieces)
 
 
 def collect(
     run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, max_intervals: int = MAX_PIECES
 ) -> Trace:
-    """Return the trace of the run in ``run_dir``, by default of its last steps and all ranks. Raises HpcdistError."""
+    """Return the trace of the run in ``run_dir``, by default of the last steps and all ranks. Raises HpcdistError."""
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
     matches = matching.match(logs.ranks, logs.world)
@@ -177,7 +177,7 @@ def _transfers(full_timeline: RunTimeline) -> dict[int, list[tuple[int, int]]]:
 
 
 def of_step(trace: Trace, step: int) -> Trace:
-    """Return a trace that has only ``step`` of ``trace``."""
+    """Return a copy of ``trace`` that is limited to ``step``."""
     lines = {}
     for rank, line in trace.timeline.lines.items():
         if step in line.steps:
@@ -267,7 +267,7 @@ def _message_paths(trace: Trace) -> list[dict[str, Any]]:
 
 
 def clock_figures(trace: Trace) -> list[dict[str, Any]]:
-    """Return a list of dicts of JSON values, one for each host in ``trace``, about the correction of its clock."""
+    """Return a list of dicts of JSON values, one per host in ``trace``, about the correction of the host's clock."""
     rows = []
     for host, ranks in timeline.hosts(trace.timeline).items():
         clock = trace.corrections.clocks[host]
@@ -294,7 +294,7 @@ CLOCK_SOURCES: Final = {"measured": "round trips", "messages": "the ends of mess
 
 
 def format_text(values: Mapping[str, Any]) -> str:
-    """Format ``values``, a result of `figures`, as text for the terminal."""
+    """Return ``values``, a result of `figures`, as text for the terminal."""
     steps = steps_text(values["steps"]) if values["steps"] else "no whole step"
     lines = [
         f"{values['run']}: {steps} of {counted(len(values['ranks']), 'rank')} (of {values['world']})",

@@ -30,7 +30,7 @@ class TimelinePiece:
 
     @property
     def waited_ns(self) -> int:
-        """Time in ns in which the rank only waited for another rank during this interval."""
+        """Time in ns that the rank spent waiting for another rank during this interval."""
         return max(0, min(self.since_ns, self.end_ns) - self.begin_ns) if self.by not in (-1, self.rank) else 0
 
 
@@ -46,7 +46,7 @@ class RunTimeline:
 
     @cached_property
     def begin_ns(self) -> int:
-        """Earliest begin time of a step, span or call, in ns."""
+        """Earliest begin time of any step, span or call in the timeline, in ns."""
         begins = []
         for line in self.lines.values():
             begins += [begin for begin, _ in line.steps.values()]
@@ -63,7 +63,7 @@ def build(
     *,
     tail: bool = False,
 ) -> RunTimeline:
-    """Return the timeline of ``steps`` from the ``logs`` of the ranks. ``corrections`` give all times on one clock."""
+    """Return the timeline of ``steps`` from the ranks' ``logs``. ``corrections`` convert times to rank 0's clock."""
     # With ``tail``, activities after the last of ``steps`` are included.
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -125,7 +125,7 @@ def _line(
 
 
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
-    """Return {rank: list of consecutive time intervals}. An interval has one operation or blocking call."""
+    """Return a dict {rank: list of consecutive time intervals}. Each interval has one operation or blocking call."""
     causes = _causes(timeline)
     by_rank = {}
     for rank, line in timeline.lines.items():
@@ -154,9 +154,9 @@ def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
 
 
 def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Divide the time from ``begin_ns`` to ``end_ns`` of ``rank`` into intervals. Local.
+    """Divide the time from ``begin_ns`` to ``end_ns`` of ``rank`` into a list of consecutive intervals. Local.
 
-    Each interval has the name of the innermost of the nested ``spans``.
+    The ``spans`` may be nested. Each interval has the name of the innermost span that covers the interval.
     """
     flat: list[TimelinePiece] = []
     stack: list[Span] = []
@@ -212,7 +212,7 @@ def _cut(
 
 
 def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Return the calls that no other call of the same thread encloses in time. Local."""
+    """Return a list of the calls that no other call of the same thread encloses in time. Local."""
     outer: list[RecordedCall] = []
     until = -NO_SOURCE_LINE
     for call in sorted(calls, key=lambda candidate: (candidate.begin_ns, -candidate.end_ns)):
@@ -225,7 +225,7 @@ def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 
 
 def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return the intervals of a rank between ``begin_ns`` and ``end_ns``. Local."""
+    """Return a list of the rank's intervals, cut to the time from ``begin_ns`` to ``end_ns``. Local."""
     starts = [piece.begin_ns for piece in pieces_of_rank]
     first = max(0, bisect_right(starts, begin_ns) - 1)
     inside = []
@@ -239,7 +239,7 @@ def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int)
 
 
 def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
-    """Return {host: list of its ranks} of the ``timeline``. Local."""
+    """Return a dict {host: list of the ranks on this host} of ``timeline``. Local."""
     ranks_by_host: dict[str, list[int]] = defaultdict(list)
     for rank, line in sorted(timeline.lines.items()):
         ranks_by_host[line.host].append(rank)
@@ -247,7 +247,7 @@ def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
 
 
 def select(timeline: RunTimeline, ranks: Collection[int]) -> RunTimeline:
-    """Return a timeline of only ``ranks``, with the messages and collectives between them. Local."""
+    """Return a timeline of only ``ranks``, with the messages and collectives between these ranks. Local."""
     lines = {rank: line for rank, line in timeline.lines.items() if rank in ranks}
     messages = tuple(m for m in timeline.matches.messages if m.send.rank in lines and m.receive.rank in lines)
     meetings: list[MatchedCollective] = []

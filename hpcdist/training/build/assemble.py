@@ -60,8 +60,8 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
     computes, on = recipe.precision.stages, recipe.run.device
     if model.dtype.name != computes:
         raise ConfigurationError(
-            f"the model computes in {model.dtype.name}, but precision.mode = {recipe.precision.mode!r} in {computes}; "
-            f"convert the model, or set precision.mode = {model.dtype.name!r}"
+            f"the model computes in {model.dtype.name}, but precision.mode = {recipe.precision.mode!r} requires "
+            f"{computes}; convert the model, or set precision.mode = {model.dtype.name!r}"
             + (", or precision.activations = 'float32'" if recipe.precision.activations != "float32" else "")
         )
     if model.on not in (None, on):
@@ -72,7 +72,7 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
 
 
 def strategy_settings(recipe: Recipe, compression: str) -> StrategySettings:
-    """Return the strategy settings of ``recipe``, with the gradient compressor ``compression``."""
+    """Return the `StrategySettings` of ``recipe`` with the gradient compressor named ``compression``."""
     return StrategySettings(
         recipe.parallel.strategy,
         recipe.zero,
@@ -93,9 +93,9 @@ def assemble(
 ) -> Trainer:
     """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
 
-    ``resume_from``: checkpoint to restore. ``script_model``: model of a training script. ``directory``: of the run.
+    ``resume_from``: checkpoint to restore, or None. ``script_model``: model of a script that provides the batches, or
+    None. ``directory``: run directory, or None to inject no faults of section [chaos].
     """
-    # With ``script_model``, the script provides the batches. Without ``directory``, no faults of [chaos] are injected.
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision
     imports = recipe.model.kind == "import" and comm.rank == 0

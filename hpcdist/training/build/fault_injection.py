@@ -32,14 +32,14 @@ SLEEP_SLICE_S: Final = 1e-3  # a sleeping rank that serves other ranks polls for
 
 
 def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
-    """Return True if ``config`` makes ``step`` slow on ``rank``. Local."""
+    """Return True if ``rank`` must act as a straggler in ``step``, according to ``config``. Local."""
     if rank not in config.slow_ranks:
         return False
     return bool(rng.stream(config.seed, SLOWDOWN_STREAM, rank, step).random() < config.slow_probability)
 
 
 class SlowdownTimer:
-    """Calculator of the times to sleep after compute operations, so that a rank acts as a straggler."""
+    """Calculator of the time that a straggler rank sleeps after each compute operation."""
 
     # Compute and sleep together take ``factor`` times the compute time, but at least ``factor * least_s`` seconds.
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -47,7 +47,7 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Return the seconds to sleep after a compute operation that took ``computed_s`` seconds."""
+        """Return the number of seconds to sleep after a compute operation that took ``computed_s`` seconds."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
@@ -101,16 +101,16 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 class FailingFile(Overlay):
     """New file at ``path`` whose write or fsync fails, to test the handling of I/O errors.
 
-    ``how``: type of failure. ``strikes``: function that returns True if the failure must happen now.
+    ``how``: type of the failure: "fail", "full" or "kill" in a write, or "fsync". ``strikes``: function that returns
+    True if the failure must happen now. For "kill", ``strikes`` ends the process after half of the data is written.
     """
 
-    # For "kill", ``strikes`` ends the process, also after half of the data.
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
         super().__init__(path, create=True)
         self._how, self._strikes = how, strikes
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at byte ``offset``. The injected failure occurs at the middle of the file."""
+        """Write ``data`` at byte ``offset``. The write that crosses the middle of the file can fail."""
         middle = os.fstat(self._fd).st_size // 2
         if self._how != "fsync" and offset + data.nbytes > middle:
             if self._how != "fail":
@@ -135,23 +135,23 @@ END_OF_STEP: Final = "end"
 
 
 def kill_process() -> None:
-    """Kill this process as if its node were lost: no flush, no message to other ranks."""
+    """Kill this process with SIGKILL, without a flush or a message to other ranks, as if its node had failed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultPlan:
-    """Faults that the section [chaos] of the recipe injects on ``rank``. Local."""
+    """Faults in recipe section [chaos] for ``rank``. The run directory ``directory`` records the injected faults."""
 
     def __init__(self, config: ChaosConfig, rank: int, directory: Path) -> None:
         self._own = [fault for fault in config.faults if fault.rank == rank]
         self._directory = directory / MARKER_DIRECTORY
 
     def of_step(self, step: int) -> list[ChaosFault]:
-        """Return a list of the faults to inject in ``step``, except faults of checkpoint files."""
+        """Return a list of the faults to inject in ``step``, except faults in checkpoint writes."""
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Return True if ``fault`` must happen now: only at the first call per run directory, also after restarts."""
+        """Return True only at the first call for ``fault`` in the run directory. Restarts do not repeat the fault."""
         # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
@@ -166,7 +166,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return the function that creates checkpoint files after ``step``, possibly as `FailingFile`."""
+        """Return the function that creates checkpoint files after ``step``: `FailingFile` objects if a fault is due."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -181,7 +181,7 @@ class FaultPlan:
 
 
 class FaultInjector(StepObserver):
-    """Step observer that injects a rank's faults, but not again in a recomputed step."""
+    """Step observer that injects the faults of this rank. A recomputed step does not repeat them."""
 
     def __init__(self, faults: FaultPlan, exchange: Exchange) -> None:
         self._faults, self._exchange = faults, exchange
@@ -269,7 +269,7 @@ def make_infinite(values: Array) -> None:
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
     """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
-    ``writers``: recipe setting that selects the ranks that write checkpoints.
+    ``writers``: value of the recipe key checkpoint.writers, which selects the ranks that write checkpoints.
     """
     # Examples: a disk error on a rank that writes no file, or corrupt parameters on a rank that keeps no parameters.
     if any(fault.in_save for fault in config.faults):

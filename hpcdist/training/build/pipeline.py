@@ -37,7 +37,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
-    """Return the `ScheduleText` in the file ``parallel.schedule_file``, or None without a file. Collective."""
+    """Return the schedule in the file ``parallel.schedule_file``, or None if no file is set. Collective."""
     if parallel.order != FILE:
         return None
 
@@ -65,9 +65,9 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
 def check_exchange(
     parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
-    """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local.
+    """Raise ConfigurationError if the strategy would reduce gradients before the gradients are complete. Local.
 
-    ``schedule``: content of a schedule file, or None.
+    ``schedule``: schedule that `read_schedule` returned, or None for the generated schedule of the recipe.
     """
     # ``accumulates``: the strategy adds up the gradients of all micro-batches before it reduces them.
     if not accumulates and tied_tensors(context.model, context.placed):
@@ -102,10 +102,10 @@ def plan_partition(
 ) -> PartitionPlan | None:
     """Return the assignment of layers to pipeline stages, or None if there is only one stage. Collective.
 
-    ``whole``: unsharded model. ``local_model``: this rank's shard of it. ``documents``: pairs in packed documents.
-    ``origin``: checkpoint to resume from; it may contain an earlier assignment.
+    ``whole``: unsharded model. ``local_model``: this rank's shard of the model. ``documents``: mean number of query-key
+    pairs in packed samples, or None. ``origin``: checkpoint to resume from, or None. A measured assignment in the
+    checkpoint is reused if the number of stages is unchanged. Local unless parallel.partition = "measured".
     """
-    # Local unless parallel.partition = "measured".
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
     if grid.pipeline * order.chunks == 1:
@@ -126,7 +126,7 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the assignment of the recipe's layers to pipeline stages, without MPI.
+    """Return the assignment of layers to pipeline stages for ``recipe``, in a process without MPI.
 
     Raises UsageError if there is only one stage.
     """
@@ -146,14 +146,14 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return a dict of the checkpoint scalars that store ``plan``, or {} if no times were measured. Local."""
+    """Return a dict of checkpoint scalars that store ``plan``, or {} unless the partition was measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return the bytes of parameters, gradients and optimizer state on one rank, as `StateBytes`.
+    """Return a `StateBytes`: the memory of parameters, gradients and optimizer state on one rank.
 
-    ``replicas``: number of ranks that ZeRO may shard over.
+    ``replicas``: number of ranks over which ZeRO may shard the state.
     """
     # ``splits``: the schedule computes input gradients and weight gradients in separate passes.
     master = np.dtype(recipe.precision.computes).itemsize

@@ -31,7 +31,7 @@ DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for
 
 @dataclass(frozen=True)
 class AlgorithmSelection:
-    """Collective algorithm that a run uses, and where the choice comes from, such as the recipe."""
+    """Collective algorithm of a run, and the source of the choice, such as the recipe or a measurement."""
 
     algorithm: str
     source: str  # "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default"
@@ -40,7 +40,7 @@ class AlgorithmSelection:
     note: str = ""  # for the log
 
     def described(self) -> str:
-        """Return the log line about the choice of the algorithm, or "" if there is nothing to report. Local."""
+        """Return a log line that explains the choice of algorithm, or "" if the recipe sets the algorithm. Local."""
         text = {
             "checkpoint": "kept from the checkpoint",
             "cache": "measured in an earlier start",
@@ -54,11 +54,11 @@ class AlgorithmSelection:
 def resolve_algorithm(
     session: Session, recipe: Recipe, model: Model, data: Communicator, origin: StateSource | None
 ) -> AlgorithmSelection:
-    """Return the algorithm that reduces gradients over ``data``, the same on all ranks. Collective over the world.
+    """Return the algorithm for gradient reduction over the communicator ``data``. Collective over the world.
 
-    ``origin``: checkpoint to resume from, or None.
+    All ranks get the same result. ``origin``: checkpoint to resume from, or None. Raises ConfigurationError or
+    MissingCapabilityError if this run cannot use the recipe's algorithm.
     """
-    # Raises an error if this run cannot use the recipe's algorithm.
     comm, requested = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
     if recipe.run.logical_shards:
@@ -170,11 +170,11 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
 
 
 def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
-    """Return the gradient compression of a run, the same on all ranks. Collective over the world.
+    """Return the decision about gradient compression, which is the same on all ranks. Collective over the world.
 
-    ``origin``: checkpoint to resume from. Its compressor is used again if the recipe says "auto".
+    ``origin``: checkpoint to resume from, or None. If the recipe sets "auto", a resume on the same number of ranks
+    keeps the compressor of the checkpoint.
     """
-    # With "auto" in the recipe, a resume on the same number of ranks keeps the compression of ``origin``.
     configured = recipe.communication.compression
     if configured != AUTO:
         return CompressionDecision(configured, "recipe")

@@ -41,7 +41,7 @@ REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}
 
 
 def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return a dict of the scalars, such as the seed, to store in a checkpoint after ``steps`` steps. Local."""
+    """Return a dict of the scalars, such as the seed, for a checkpoint after ``steps`` training steps. Local."""
     numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
         numbers["noise_scale"] = trainer.noise.smoothed.state()
@@ -67,7 +67,7 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
 def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, Any]) -> SavePlan:
     """Return the `SavePlan` of a checkpoint after ``steps`` steps: its path, scalars, metadata and retention. Local.
 
-    ``directory``: directory of the checkpoints. ``more``: additional scalars.
+    ``directory``: directory of all checkpoints of the run. ``more``: additional scalars for this checkpoint.
     """
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(more)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
@@ -75,7 +75,7 @@ def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, 
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return a dict for a checkpoint: degrees of parallelism, recipe, software versions. {} except on rank 0. Local."""
+    """Return a dict of checkpoint metadata, such as recipe and software versions. Ranks above 0 return {}. Local."""
     if trainer.comm.rank:
         return {}
     axes = ("data", "pipeline", "tensor", "context", "expert")
@@ -97,7 +97,7 @@ def _versions() -> dict[str, str]:
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     """Return a copy of ``trainer`` with the state of the checkpoint ``origin``. Collective.
 
-    Raises DataError if the training data has changed.
+    Raises DataError if the training data has changed since ``origin`` was written.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
@@ -154,7 +154,7 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
     """Load the parameters in the checkpoint ``source``, without optimizer state. Collective over the world.
 
-    Return a dict {name of a skipped tensor: reason}.
+    Return {name of a tensor that was not loaded: reason}.
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))

@@ -75,9 +75,9 @@ class StateSource(Protocol):
         ...
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Read the arrays of ``pieces`` from the source. Collective.
+        """Read data from the source into the arrays of ``pieces``. Collective over ``comm``.
 
-        Raises StorageError for a missing piece, unless its kind is in ``optional``.
+        Raises StorageError if the source lacks a piece. Pieces of a kind in ``optional`` may be missing.
         """
         ...
 
@@ -91,7 +91,7 @@ class CheckpointSource:
 
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "CheckpointSource":
-        """Open the checkpoint at ``path``: rank 0 reads its scalars. All ranks raise the same error. Collective."""
+        """Open the checkpoint at ``path``. Rank 0 reads the scalars, and all ranks raise the same error. Collective."""
         return cls(path, on_first_rank(comm, lambda: scalars_of(path)))
 
     @cached_property
@@ -108,7 +108,7 @@ class CheckpointSource:
 def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
     """Return a dict of the scalars of the checkpoint at ``path``, after checking their types. Raises StorageError.
 
-    ``stored``: its contents, if already read. Local.
+    ``stored``: manifest of the checkpoint, or None to read the manifest from ``path``. Local.
     """
     scalars = (stored or manifest.load(path)).scalars
     try:
@@ -121,9 +121,9 @@ def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
 def from_intact_source(
     comm: Communicator, run_dir: Path, origin: StateSource | None, take: Callable[[StateSource | None], Result]
 ) -> tuple[Result, StateSource | None]:
-    """Return (result of ``take(source)``, ``source``). ``take``: function that restores a state. Collective.
+    """Call ``take(source)`` to restore a state, and return (result of ``take``, ``source``). Collective.
 
-    The source is ``origin``. If ``origin`` is damaged, it is the newest intact checkpoint in ``run_dir``.
+    ``source`` is ``origin``, or the newest intact checkpoint in ``run_dir`` if the checkpoint ``origin`` is damaged.
     """
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin

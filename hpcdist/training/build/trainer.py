@@ -33,7 +33,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trainer of a run on one rank."""
+    """Training of a run on one rank: the model, data, communicators and executor, and methods to train a step."""
 
     comm: Communicator
     recipe: Recipe
@@ -61,7 +61,7 @@ class Trainer:
 
     @property
     def model(self) -> Model:
-        """Model with all its stages, of which this rank computes only some."""
+        """Model with the stages of all pipeline ranks. This rank computes only some of the stages."""
         return self.context.model
 
     @property
@@ -75,7 +75,7 @@ class Trainer:
 
     @property
     def data_axis(self) -> Communicator:
-        """Communicator of this rank's peers in the other replicas, which train on different samples."""
+        """Communicator over the replicas, with one rank of each replica. Each replica trains on different samples."""
         return self.context.samplers
 
     @property
@@ -84,25 +84,25 @@ class Trainer:
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return an iterator over this replica's batches of the remaining steps, up to step number ``steps``. Local."""
+        """Return an iterator over this replica's batches, from the next step to step number ``steps``. Local."""
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
         of = self.source, self.recipe, self.data_axis
         return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares, rule=self.sample_order)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
-        """Return ``batch`` on the model's device. Raises DataError for invalid tokens. Local."""
+        """Return a copy of ``batch`` on the model's device. Raises DataError for invalid tokens. Local."""
         return self.source.place(batch, self.recipe)
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
-        """Return a list of the micro-batches of ``batch``, this rank's samples of a step. Local."""
+        """Split ``batch``, the samples of this rank in a step, into a list of micro-batches. Local."""
         run = self.recipe.run
         if run.logical_shards:
             return data.shards(batch, run.global_batch // run.logical_shards, microbatches_of(self.recipe, self.grid))
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Train step ``number`` (from 1), and sum all ranks' ``stop_requests``. Collective.
+        """Run training step ``number`` (from 1), and add up the arrays ``stop_requests`` of all ranks. Collective.
 
         ``batches``: micro-batches of this rank's replica.
         """
@@ -113,7 +113,7 @@ class Trainer:
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
         """Return the mean loss per target over all replicas, or NaN without targets. Collective.
 
-        ``rounds``: lists of micro-batches. ``parts``: micro-batches per round; ranks with fewer add empty ones.
+        ``rounds``: lists of micro-batches. Each rank fills a list with empty micro-batches up to a length of ``parts``.
         """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
@@ -133,7 +133,7 @@ class Trainer:
         return total / count if count else float("nan")
 
     def samples(self, step: int) -> int:
-        """Return the number of samples of all replicas in step number ``step`` (from 1). Local."""
+        """Return the total number of samples of all replicas in step number ``step`` (from 1). Local."""
         return self.recipe.run.batches.size(step - 1)
 
     @cached_property
@@ -141,7 +141,7 @@ class Trainer:
         return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
 
     def targets(self, step: int) -> int:
-        """Return the number of loss terms of all replicas in step number ``step`` (from 1). Local."""
+        """Return the total number of loss terms of all replicas in step number ``step`` (from 1). Local."""
         samples = self.samples(step)
         if not self.recipe.data.packed:
             return round(samples * self.model.tokens_per_sample)
@@ -161,7 +161,7 @@ class Trainer:
         return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.exchange.pieces())
 
     def flush(self) -> None:
-        """Average the parameters over the replicas if they differ. Collective."""
+        """Average the parameters over the replicas if the replicas have different parameters. Collective."""
         if self.exchange.flush():
             self.executor.copies.refresh()
 
@@ -171,7 +171,7 @@ class Trainer:
             self.executor.copies.refresh()
 
     def close(self) -> None:
-        """Free communicators, MPI windows and threads. Collective; no step can follow."""
+        """Free communicators, MPI windows and threads. Do not run a step afterwards. Collective."""
         if self.exchange.background is not None:
             self.exchange.background.close()
         self.exchange.close()
@@ -183,6 +183,6 @@ class Trainer:
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:
     """Return the number of micro-batches of each rank in a step. Local.
 
-    ``grid``: the ranks along each axis of parallelism.
+    ``grid``: number of ranks along each axis of parallelism.
     """
     return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches

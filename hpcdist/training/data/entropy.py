@@ -16,8 +16,11 @@ MOST_NGRAM_KINDS: Final = 1 << 24
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
-    """Return {n-gram name: entropy in nats of a token, given the 0, 1 or 2 tokens before it, or None if unknown}."""
-    # A text longer than SAMPLE_TOKENS is sampled evenly. None: too many distinct n-grams.
+    """Return {n-gram name: entropy in nats, or None} of the text ``tokens``, for unigrams, bigrams and trigrams.
+
+    The entropy is the entropy of the last token of an n-gram, given the tokens before. A text longer than SAMPLE_TOKENS
+    is sampled evenly. An entropy is None if there are too many distinct n-grams.
+    """
     blocks = _sampled_blocks(tokens)
     chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
     small = tokens.dtype.itemsize <= 2

@@ -33,7 +33,7 @@ MOST_TOKEN: Final = 2**32 - 1  # the largest value of the largest unsigned type
 
 
 class Hdf5Dataset:
-    """HDF5 dataset that is not contiguous in one file, such as a compressed dataset. Slices are read when used."""
+    """HDF5 dataset that is not contiguous in one file, such as a compressed dataset. Slices are read on access."""
 
     def __init__(self, path: Path, dataset: Any) -> None:
         from hpcdist.hdf5 import files
@@ -53,10 +53,7 @@ class Hdf5Dataset:
         return elements
 
     def files(self) -> list[tuple[Path, os.stat_result]] | None:
-        """Return a list of (path, `os.stat` result) of each file that stores this dataset.
-
-        Return None if a file is unknown.
-        """
+        """Return a list of (path, `os.stat` result) of all files with this dataset, or None if a file is unknown."""
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -88,7 +85,7 @@ class Hdf5Dataset:
 
 
 def missing_filters(path: Path) -> list[str]:
-    """Return a message for each HDF5 filter that is needed to read the file at ``path`` and is not installed."""
+    """Return a list of messages about HDF5 filters that the file ``path`` needs and that are not installed."""
     from hpcdist.hdf5 import files
 
     missing = []
@@ -106,7 +103,7 @@ def missing_filters(path: Path) -> list[str]:
 
 
 def npy_tokens(path: Path) -> Sliceable:
-    """Return the tokens in a .npy file as a lazy array: slices are read when they are used. Raises DataError."""
+    """Return the tokens in the .npy file ``path`` as a lazy array. Raises DataError if the file is invalid."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
@@ -123,7 +120,7 @@ def npy_tokens(path: Path) -> Sliceable:
 
 
 def hdf5_tokens(path: Path) -> Sliceable:
-    """Return the dataset ``tokens`` of an HDF5 file as a lazy array, read when it is used. Raises DataError."""
+    """Return the dataset ``tokens`` of the HDF5 file ``path`` as a lazy array. Raises DataError if unusable."""
     tokens = _datasets(path, ("tokens",))[0]
     _check_tokens(tokens, f"data.path = {path}, dataset tokens")
     _check_range(tokens, f"data.path = {path}, dataset tokens")
@@ -131,7 +128,7 @@ def hdf5_tokens(path: Path) -> Sliceable:
 
 
 def holds_tokens(path: Path) -> bool:
-    """Return True if an HDF5 file has a dataset ``tokens``. Raises DataError if the file is unreadable."""
+    """Return True if the HDF5 file ``path`` has a dataset ``tokens``. Raises DataError if the file is unreadable."""
     from hpcdist.hdf5 import files
 
     try:
@@ -142,7 +139,7 @@ def holds_tokens(path: Path) -> bool:
 
 
 def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
-    """Return the datasets ``x`` and ``y`` (classes) of an HDF5 file, and the number of classes. Raises DataError."""
+    """Return (inputs, classes, number of classes) of an HDF5 file with datasets x and y. Raises DataError."""
     x, y = _datasets(path, ("x", "y"))
     if not (np.issubdtype(x.dtype, np.number) and not np.issubdtype(x.dtype, np.complexfloating) and len(x.shape) >= 2):
         raise DataError(
@@ -153,7 +150,7 @@ def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
             f"data.path = {path}: y is {y.dtype} of shape {y.shape}; expected integer classes of shape (rows,)"
         )
     if len(x) != len(y):
-        raise DataError(f"data.path = {path}: x has {len(x)} rows but y has {len(y)}; they must be equal")
+        raise DataError(f"data.path = {path}: x has {len(x)} rows, but y has {len(y)} rows; make both equal")
     if not len(x) or 0 in x.shape:
         raise DataError(f"data.path = {path}: x has the shape {x.shape}; expected at least one row and one feature")
     blocks = (y[start : start + BLOCK_ROWS] for start in range(0, len(y), BLOCK_ROWS))
@@ -202,10 +199,10 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
     if not files.is_dataset(dataset):
         raise _no_dataset_error(path, file, name)
     if not dataset.shape:
-        extent = "a single value" if dataset.shape == () else "without a shape"
+        extent = "is a single value" if dataset.shape == () else "has no shape"
         raise DataError(
-            f"{source}: dataset {name} is {dataset.dtype}, {extent}; expected an array with rows (at least one "
-            "dimension)"
+            f"{source}: dataset {name} has dtype {dataset.dtype} and {extent}; expected an array with at least one "
+            "dimension"
         )
     try:
         offset = files.offset_in_file(dataset)
@@ -283,7 +280,7 @@ def kind_of(path: Path) -> str:
     if path.is_dir():
         return "directory"
     if not path.is_file():
-        raise DataError(f"data.path = {path} is neither a file nor a directory")
+        raise DataError(f"data.path = {path} is neither a file nor a directory; set data.path to a file or directory")
     try:
         with open(regular.open_regular(path), "rb") as file:
             head = file.read(SNIFFED_BYTES)
@@ -301,17 +298,17 @@ def kind_of(path: Path) -> str:
 
 
 def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
-    """Return (text of all text files below ``path``, end offset of each file in the text, name for messages)."""
+    """Return (concatenated text files below ``path``, end offset of each file in the text, name for messages)."""
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
-        raise DataError(f"data.path = {path}: no files in the directory; name a text file or a directory of text files")
+        raise DataError(f"data.path = {path}: no files in the directory; give a text file or a directory of text files")
     tokens, ends = _concatenate(path, files)
     skipped = len(files) - len(ends)
     return tokens, ends, f"text files in {path}" + (f" ({skipped} skipped)" if skipped else "")
 
 
 def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
-    """Return (source text of Python's standard library, end offset of each file in it, name for messages)."""
+    """Return (source text of Python's standard library, end offset of each file in the text, name for messages)."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [name for name in _walk(root, SKIPPED_DIRECTORIES) if name.endswith(".py")]
     if not files:
@@ -320,7 +317,7 @@ def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
 
 
 def bytes_of_file(path: Path) -> FileArray:
-    """Return the bytes of a file as a lazy array. Raises DataError if the file is empty or unreadable."""
+    """Return the bytes of the file ``path`` as a lazy array. Raises DataError if the file is empty or unreadable."""
     try:
         size = path.stat().st_size
         if size == 0:
@@ -411,7 +408,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Return the cache directory for text: $HPCDIST_CACHE, or a directory in /tmp. Raises StorageError."""
+    """Return the text cache directory: $HPCDIST_CACHE or a directory in /tmp. Raises StorageError if it is unusable."""
     configured = os.environ.get("HPCDIST_CACHE")
     folder = Path(configured) if configured else Path(tempfile.gettempdir()) / f"hpcdist-data-{os.getuid()}"
     try:

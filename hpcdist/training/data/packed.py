@@ -22,7 +22,7 @@ SCANNED_TOKENS = 1 << 22  # tokens read at a time in the search for document end
 
 
 def document_ends(tokens: Sliceable, file_ends: np.ndarray | None, config: DataConfig, what: str) -> np.ndarray:
-    """Return the sorted end offsets of the documents in ``tokens``, an int64 array. Raises DataError.
+    """Return a sorted int64 array with the end offset of each document in ``tokens``. Raises DataError.
 
     ``file_ends``: end offsets of the files in ``tokens``, or None. ``what``: name of the data for messages.
     """
@@ -35,8 +35,8 @@ def document_ends(tokens: Sliceable, file_ends: np.ndarray | None, config: DataC
     elif file_ends is None:
         raise DataError(
             f"data.packed = true: the ends of documents in {what} are unknown; set data.document_end to the token at "
-            "the end of each document (10, a new line, in a text or JSONL file), or use a directory: each file is one "
-            "document"
+            "the end of each document (10, the line feed, in text or JSONL), or set data.path to a directory, where "
+            "each file is one document"
         )
     ends = np.unique(np.concatenate(parts))
     if file_ends is None and len(ends) == 1:
@@ -83,14 +83,14 @@ _best_fit.sample(lambda: (np.ones(1, np.int64), np.zeros(1, np.int64), 1, np.zer
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
     """Assign documents of ``sizes`` tokens to samples of ``context`` tokens. No document may be longer than a sample.
 
-    Return (index of the sample of each document, number of samples).
+    Return (array with the sample index of each document, number of samples).
     """
     sample_of = np.empty(sizes.size, np.int64)
     return sample_of, int(_best_fit(sizes, np.argsort(-sizes, kind="stable"), context, sample_of))
 
 
 class PackedSamples:
-    """Samples of ``context`` tokens, each packed with whole documents and then padding."""
+    """Samples of ``context`` tokens. Each sample has whole documents, followed by padding."""
 
     # ``start``: offset of the first document. ``ends``: end offsets of all documents. With ``predicting``, targets are
     # the next tokens, and a document of n tokens takes n - 1 positions. With ``cut``, too long documents are split.
@@ -106,8 +106,8 @@ class PackedSamples:
         if longest > context and not cut:
             raise DataError(
                 f"data.packed = true: a document of {longest + self._next:,} tokens is longer than a packed sample of "
-                f"data.context = {context}; set data.context to at least {longest}, or data.cut_documents = true, "
-                "which splits it into several documents"
+                f"data.context = {context}; set data.context to at least {longest}, or set data.cut_documents = "
+                "true to split documents that are too long"
             )
         parts = -(-np.maximum(sizes, 0) // context)
         within = context * (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts))
@@ -129,14 +129,14 @@ class PackedSamples:
 
     @property
     def padding(self) -> float:
-        """Fraction of the positions in all samples that are padding."""
+        """Fraction of padding among the token positions of all samples."""
         return 1 - float(self._filled.sum()) / (self.count * self._context)
 
     def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
         """Return the mean number of query-key pairs per packed sample, as `DocumentPairs`.
 
-        Only pairs within one document count. Keywords: ``causal`` mask, and ``window`` of the attention (0:
-        none).
+        Only pairs within a document are counted. Keywords: ``causal``: True with a causal mask. ``window``: size of the
+        sliding attention window, or 0 without a window.
         """
         lengths, counts = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
         every = seen = 0
@@ -186,7 +186,7 @@ class PackedSplit:
 def split_documents(
     tokens: Sliceable, ends: np.ndarray, config: DataConfig, model: ModelConfig, what: str
 ) -> PackedSplit:
-    """Pack documents into training and validation samples. Raises DataError.
+    """Pack documents into training and validation samples, and return a `PackedSplit`. Raises DataError.
 
     ``ends``: end offsets of the documents in ``tokens``. ``what``: name of the data for messages.
     """
@@ -194,7 +194,8 @@ def split_documents(
     if config.validation_fraction > 0:
         if number < 2:
             raise DataError(
-                f"{what}: only one document, but training and validation need one document each; give more documents"
+                f"{what}: only one document, but training and validation need one document each; give more documents, "
+                "or set data.validation_fraction = 0"
             )
         number = min(max(1, int(np.searchsorted(ends, border, "right"))), number - 1)
     predicting, stop = model.kind != "encoder", int(ends[number - 1])

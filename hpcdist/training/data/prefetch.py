@@ -31,7 +31,7 @@ class _End:
 
 
 class ReadAhead(Generic[T]):
-    """Iterator over ``items``. A thread reads at most ``depth`` of them ahead. Also a context manager."""
+    """Iterator over ``items``, also a context manager. A thread reads ahead into a queue of ``depth`` items."""
 
     def __init__(self, items: Iterable[T], depth: int = PREFETCH_DEPTH) -> None:
         self._queue: queue.Queue[T | _End] = queue.Queue(depth)
@@ -76,7 +76,7 @@ class ReadAhead(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread and drop the items that it has read ahead."""
+        """End the thread, and drop the items in the queue."""
         self._closed.set()
         self._end = self._end or _End(None)
         self._thread.join(CLOSE_S)  # a daemon thread that hangs in the file system must not delay the exit
@@ -89,9 +89,9 @@ class ReadAhead(Generic[T]):
 
 
 def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
-    """Return this replica's range of samples in the global batch number ``batch``. Local.
+    """Return the range of this replica's samples within global batch number ``batch`` (from 0). Local.
 
-    ``data_axis``: communicator over the replicas. ``shares``: samples of each replica; None: an even division.
+    ``data_axis``: communicator over the replicas. ``shares``: samples per replica, or None to divide batches evenly.
     """
     if shares is not None:
         return shares.range_of(batch, data_axis.rank)
@@ -102,7 +102,7 @@ def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: S
 
 
 class Prefetcher(ReadAhead[Batch]):
-    """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1``. A thread reads ahead."""
+    """Iterator over this replica's batches, for batch numbers ``first_step`` to ``steps - 1``. A thread reads ahead."""
 
     # ``reads`` False: placeholders without data. ``shares``: samples of each replica (None: equal). ``rule``: for
     # `SampleOrder`.

@@ -23,11 +23,10 @@ ROUNDS = 8
 
 
 def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Return the elements at positions ``indices`` of a random permutation of the integers below ``size``.
+    """Return the elements at positions ``indices`` of a random permutation of the integers 0 to ``size - 1``.
 
-    ``key``: random integers that select the permutation.
+    ``indices``: int64 array. ``key``: uint64 array of ROUNDS random integers, which select the permutation.
     """
-    # ``indices``: int64 (n,). ``key``: uint64 (ROUNDS,).
     assert size >= 1 and key.shape == (ROUNDS,) and key.dtype == np.uint64
     bits = (size - 1).bit_length()
     positions = indices.astype(np.uint64)
@@ -68,24 +67,24 @@ DRAWN_SAMPLES: Final = 1 << 16  # up to this size an order is drawn and stored: 
 
 
 def even_part(samples: int, parts: int, part: int) -> Range:
-    """Divide ``samples`` samples evenly into ``parts`` ranges, longer ranges first; return range number ``part``."""
+    """Divide ``samples`` samples into ``parts`` even ranges, longer ranges first. Return range number ``part``."""
     return split(samples, parts, itemsize=1, align_bytes=1)[part]
 
 
 def microbatches(batch: Batch, count: int) -> list[Batch]:
-    """Split ``batch`` into ``count`` views. If it has fewer samples than ``count``, the last views are empty."""
+    """Split ``batch`` into a list of ``count`` views. With fewer than ``count`` samples, the last views are empty."""
     x, y = batch
     return [(x[part.slice], y[part.slice]) for part in split(len(x), count, itemsize=1, align_bytes=1)]
 
 
 def shards(batch: Batch, size: int, count: int) -> list[Batch]:
-    """Split ``batch`` into ``count`` views (logical shards) of ``size`` samples. The last views may be empty."""
+    """Split ``batch`` into a list of ``count`` logical shards of ``size`` samples. The last shards may be empty."""
     x, y = batch
     return [(x[first : first + size], y[first : first + size]) for first in range(0, count * size, size)]
 
 
 class SampleOrder:
-    """Random order of ``samples`` samples in each epoch. ``rule``: version of the algorithm (one of `RULES`)."""
+    """Random orders of ``samples`` samples, a new order for each epoch. ``rule``: the algorithm, one of `RULES`."""
 
     def __init__(self, seed: int, samples: int, rule: int = UNIFORM) -> None:
         assert rule in RULES
@@ -93,11 +92,11 @@ class SampleOrder:
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
     def epoch_indices(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer of the epoch.
+        """Return (``count`` sample indices from position ``start`` of ``epoch`` on, random integer of the epoch).
 
-        The integer determines the shift of the sample boundaries.
+        Callers shift the sample boundaries of the epoch by the random integer.
         """
-        # Callers shift the sample boundaries by the integer. Raw words do not change between versions of numpy.
+        # Raw words do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
         words = generator.random_raw(ROUNDS + 2)
         keys, word, swap = words[:ROUNDS], int(words[ROUNDS]), int(words[ROUNDS + 1]) & 1
@@ -111,7 +110,7 @@ class SampleOrder:
         return np.where(positions < 2, 1 - positions, positions) if swaps else positions, word
 
     def indices(self, first: int, count: int) -> list[int]:
-        """Return a list of ``count`` sample indices from position ``first`` on, in the endless sequence of epochs."""
+        """Return a list of ``count`` sample indices from position ``first`` of the endless sequence of epochs on."""
         indices: list[int] = []
         while len(indices) < count:
             epoch, start = divmod(first + len(indices), self._samples)
@@ -128,7 +127,7 @@ class Sampler:
         self._samples, self._seed, self._order = samples, seed, SampleOrder(seed, samples.count, rule)
 
     def batch(self, first: int, count: int) -> Batch:
-        """Return a batch of ``count`` samples from position ``first`` on. Position 0 is the first sample of the run."""
+        """Return a batch of ``count`` samples from position ``first`` on. The run starts at position 0."""
         parts = []
         while count > 0:
             epoch, start = divmod(first, self._samples.count)
@@ -147,7 +146,7 @@ class Sampler:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Concatenate ``parts``, arrays or `ArrayGroup` objects, along the first axis (samples)."""
+    """Concatenate the arrays or `ArrayGroup` objects in ``parts`` along the first axis (samples)."""
     if isinstance(parts[0], ArrayGroup):
         arrays = zip(*(part.arrays for part in parts), strict=True)
         return replace(parts[0], arrays=tuple(np.concatenate(members) for members in arrays))
@@ -155,12 +154,11 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield the evaluation batches of shard number ``part`` of ``parts``, each of at most ``longest`` samples.
+    """Yield the evaluation batches of shard number ``part`` of ``parts``. A batch has at most ``longest`` samples.
 
-    ``limit``: number of evenly spaced ``samples`` to use in all shards together; 0: all.
+    ``limit``: total number of samples to use, evenly spaced in ``samples``, or 0 for all. Each shard yields the same
+    number of batches. The last batches of a shard may be empty.
     """
-    # ``limit``: number of evenly spaced samples to use (0: all). All shards get the same
-    # number of batches, of which the last may be empty.
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
     most = -(-even_part(total, parts, 0).size // longest)
@@ -178,12 +176,15 @@ ShareSizes = tuple[int, ...]  # samples per replica, at least 1
 
 
 def even_shares(samples: int, replicas: int) -> ShareSizes:
-    """Divide ``samples`` evenly. Return the samples per replica; the first replicas get the remainder. Local."""
+    """Divide ``samples`` evenly. Return a tuple with the number per replica. The first replicas get the remainder."""
     return tuple(even_part(samples, replicas, replica).size for replica in range(replicas))
 
 
 def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:
-    """Return the samples per replica that minimize the step time. ``sample_s``: seconds per sample of each replica."""
+    """Return a tuple with each replica's number of samples, for the shortest step time.
+
+    ``samples``: total number of samples. ``sample_s``: seconds per sample of each replica.
+    """
     assert samples >= len(sample_s) and all(seconds > 0 for seconds in sample_s)
     sizes = [1] * len(sample_s)
     ends = [(2 * seconds, replica) for replica, seconds in enumerate(sample_s)]  # finish times with one more sample
@@ -196,7 +197,7 @@ def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:
 
 
 class SampleShares:
-    """Number of samples of each replica, which may change from a global batch to the next. Equal on all ranks."""
+    """Number of samples of each replica in a global batch. The numbers may change over time. Equal on all ranks."""
 
     def __init__(self, samples: int, replicas: int) -> None:
         self._sizes = [(0, even_shares(samples, replicas))]  # (first batch, sizes), ascending
@@ -219,25 +220,25 @@ class SampleShares:
     def change(self, first: int, sizes: ShareSizes) -> None:
         """Set each replica's number of samples to ``sizes`` from batch ``first`` on.
 
-        No rank may have read that batch yet.
+        No rank may have read batch ``first`` yet.
         """
         assert sum(sizes) == sum(self.newest) and first > self._sizes[-1][0]
         self._sizes.append((first, sizes))
 
     def forget(self, batch: int) -> None:
-        """Delete the entries for batches before ``batch``, to free memory."""
+        """Delete the numbers for batches before ``batch``, to free memory."""
         while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return the state for a checkpoint: a list of [first batch, samples of each replica] from ``batch`` on."""
+        """Return a list of [first batch, samples per replica] from ``batch`` on, to be stored in a checkpoint."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Restore ``state``, a result of the method `state`.
+        """Restore ``state``, a result of the method `state`, and return True.
 
-        Return False if the state has another number of replicas, or another batch size.
+        Change nothing and return False if ``state`` has another number of replicas or another batch size.
         """
         restored = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
@@ -257,9 +258,9 @@ class LoadBalancer:
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
-        """Record the compute time of ``step``. Return True if later batches are divided differently. Collective.
+        """Record the compute time of ``step``. Return True if the shares of later batches have changed. Collective.
 
-        ``compute_s``: this rank's seconds of computation.
+        ``compute_s``: number of seconds that this rank has computed in ``step``.
         """
         samples = self._shares.of(step - 1)[self._data.rank]
         self._sample_s.append(compute_s / samples)

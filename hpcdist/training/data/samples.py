@@ -67,10 +67,7 @@ _read_blocks.sample(lambda: (0, np.empty(0, np.int64), np.empty((0, 1), np.uint8
 
 
 def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray:
-    """Return a new array of ``shape`` and ``dtype`` for data of the file ``path``.
-
-    Raises StorageError if the array does not fit into memory.
-    """
+    """Return a new array of ``shape`` and ``dtype``. Raises StorageError, which names ``path``, if memory is short."""
     try:
         return np.empty(shape, dtype)
     except (ValueError, MemoryError) as error:
@@ -78,7 +75,7 @@ def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray
 
 
 class FileArray:
-    """Array whose elements are contiguous in a file, and are read when used. Raises StorageError for a short file."""
+    """Lazy array over contiguous elements of a file, read on access. Raises StorageError if the file is too short."""
 
     def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:
         self._path, self.place = path, offset
@@ -144,7 +141,7 @@ class FileArray:
 
 
 class ArraySlice:
-    """Elements ``start`` to ``stop - 1`` of a dataset, used like a dataset. Slices are read when they are used."""
+    """Lazy view of elements ``start`` to ``stop - 1`` of the array ``whole``. Slices are read on access."""
 
     def __init__(self, whole: Sliceable, start: int, stop: int) -> None:
         self._whole, self._start = whole, start
@@ -163,12 +160,12 @@ class ArraySlice:
 
 
 def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
-    """Return a lazy view of elements ``start`` to ``stop - 1`` of ``whole``."""
+    """Return a view of elements ``start`` to ``stop - 1`` of ``whole``. Data in files is read on access."""
     return whole[start:stop] if isinstance(whole, np.ndarray) else ArraySlice(whole, start, stop)
 
 
 def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return an array whose row i has the ``length`` elements of ``whole`` from offset ``starts[i]`` on."""
+    """Return an array whose row i holds the ``length`` elements of ``whole`` from offset ``starts[i]`` on."""
     if isinstance(whole, np.ndarray):
         rows: np.ndarray = whole[starts[:, None] + np.arange(length)]
     else:
@@ -177,13 +174,13 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 class Samples(Protocol):
-    """Interface of ``count`` samples. Their boundaries in the text can be shifted by 0 to ``shifts - 1`` tokens."""
+    """Interface of ``count`` samples. Sample boundaries in the text can be shifted by 0 to ``shifts - 1`` tokens."""
 
     count: int
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return (inputs, targets) arrays of the samples ``indices``, shifted by ``shift`` tokens in the text."""
+        """Return (inputs, targets) of the samples ``indices``, with sample boundaries shifted by ``shift`` tokens."""
         ...
 
 
@@ -232,7 +229,7 @@ class NextTokenSamples:
 
 
 class TableRows:
-    """Samples that are the rows ``start`` to ``stop - 1`` of the input array ``x``, with the class numbers ``y``."""
+    """Samples from table rows ``start`` to ``stop - 1``. Inputs are rows of ``x``. Targets are classes in ``y``."""
 
     shifts = 1
 
@@ -256,7 +253,7 @@ _MASKING_STREAM: Final = 0x6D61736B  # separates these words from dropout with t
 
 
 class MaskedSamples:
-    """Samples for masked language modelling: some tokens of ``windows`` are replaced by the token ``mask``."""
+    """Samples for masked language modelling, made from the samples ``windows``. ``mask``: token at masked positions."""
 
     # Targets are the original tokens at masked positions, and `IGNORED` elsewhere. ``vocabulary``: number of tokens.
     def __init__(

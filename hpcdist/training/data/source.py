@@ -56,11 +56,11 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return a hash of all elements of the arrays ``columns``, in hexadecimal. Collective. Raises StorageError.
+    """Return a hexadecimal hash of all elements of the arrays ``columns``. Collective. Raises StorageError.
 
-    ``what``: name of the data for messages. ``kept_only``: use only a cached hash, and return "" without one.
+    ``what``: name of the data for messages. Keyword ``kept_only``: return a cached hash, or "" without a cached hash.
     """
-    # Ranks with the same files share the work. With ``kept_only``, return a cached hash, or else "".
+    # Ranks with the same files share the work.
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
     states = comm.allgather_object((key, _cached(key)))
@@ -198,16 +198,16 @@ class Source:
     documents: DocumentPairs | None = None  # packed training samples: pairs of attention
 
     def matches(self, scalars: Mapping[str, Any]) -> bool:
-        """Return True if a checkpoint was trained on this data. ``scalars``: named values stored in the checkpoint."""
+        """Return True if a checkpoint belongs to a training on this data. ``scalars``: scalars of the checkpoint."""
         stored = scalars.get("data_digest")
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
         """Yield the validation micro-batches of shard number ``part`` of ``parts``.
 
-        If ``part`` is None, yield as many empty batches.
+        Every shard has the same number of micro-batches, of which the last may be empty. If ``part`` is None, all
+        micro-batches are empty.
         """
-        # Every shard gets the same number of micro-batches; the last may be empty.
         if self.validation is None:
             return
         longest = -(-recipe.run.global_batch // (parts * recipe.parallel.microbatches))
@@ -215,11 +215,11 @@ class Source:
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
     def targets_in(self, targets: Array, per_sample: float) -> float:
-        """Return the number of targets over which the loss of a batch with ``targets`` is averaged.
+        """Return the number of targets in the mean loss of a batch.
 
-        ``per_sample``: number of targets per sample without padding.
+        ``targets``: target array of the batch. ``per_sample``: number of targets in a sample without padding. In packed
+        samples, `IGNORED` targets do not count.
         """
-        # In packed samples, `IGNORED` targets do not count.
         if self.padding is None:
             return len(targets) * per_sample
         return int((targets != IGNORED).sum())
@@ -257,9 +257,9 @@ def usable_inputs(inputs: object) -> dict[str, int]:
 def open_source(
     config: DataConfig, model: ModelConfig, comm: Communicator, *, digests: bool = True, kept_only: bool = False
 ) -> Source:
-    """Open the training data of section ``config`` for ``model``. Collective.
+    """Open the training data that recipe section ``config`` names, and return a `Source` for ``model``. Collective.
 
-    All ranks of ``comm`` raise DataError for missing, unsuitable or differing data.
+    All ranks of ``comm`` raise DataError if data is missing, unsuitable for ``model``, or different between ranks.
     """
     # Ranks compare hashes of some elements and, with ``digests``, of all data. ``kept_only``: use only a cached hash of
     # all data.
@@ -342,8 +342,8 @@ def _token_source(tokens: Sliceable, description: str, config: DataConfig, model
         return Source(description, MaskedSamples(windows, *masks), validation, None, inputs, fingerprint)
     if tokens.dtype != np.uint8:
         raise DataError(
-            f"{description}: an mlp needs a file of bytes, or an HDF5 file with datasets x and y; or train a gpt on "
-            "this data"
+            f"{description}: an mlp needs a file of bytes, or an HDF5 file with datasets x and y; change data.path, or "
+            "train a gpt on this data"
         )
     validation_samples = NextTokenSamples(rest, context) if rest is not None else None
     inputs = {"features": context, "classes": 256}
@@ -379,7 +379,7 @@ def _table_source(
         if len(x.shape) not in (3, 4):
             raise DataError(
                 f"data.path = {path}: x has the shape {x.shape}; a convnet takes pictures (rows, height, width) or "
-                "(rows, height, width, channels): store pictures in this shape, or train an mlp"
+                "(rows, height, width, channels); store the data in such a shape, or train an mlp"
             )
         height, width, channels = (*x.shape[1:], 1)[:3]
         inputs = {"height": height, "width": width, "channels": channels, "classes": classes}
@@ -410,7 +410,7 @@ def _fingerprint(*columns: Sliceable) -> str:
 
 
 class ScriptSamples:
-    """Placeholder for the samples of a run. The run's script provides the batches."""
+    """Placeholder for the samples of a run whose script provides the batches."""
 
     count, shifts = 1, 1
 

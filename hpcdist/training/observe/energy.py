@@ -35,16 +35,16 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def carbon_intensity(config: EnergyConfig) -> CarbonIntensity:
-    """Return the carbon intensity of electricity that ``config`` sets, or the default value."""
+    """Return the carbon intensity of electricity from ``config``, or the default value if ``config`` sets no value."""
     if not config.carbon_g_per_kwh:
         return CarbonIntensity()
     return CarbonIntensity(config.carbon_g_per_kwh, config.carbon_source, config.carbon_date)
 
 
 def electricity_figures(config: EnergyConfig, joules: float, seconds: float) -> dict[str, Any]:
-    """Return {figure name: value}: electricity, cost and emissions of ``joules`` used in ``seconds``.
+    """Return {name: value} with the electricity, cost and emissions of ``joules`` consumed in ``seconds``.
 
-    ``config``: prices and carbon intensity. ``joules`` NaN: unknown.
+    ``config``: price and carbon intensity of electricity. NaN as ``joules`` means that the energy is unknown.
     """
     return energy_metrics.figures(
         joules,
@@ -65,12 +65,11 @@ def energy_figures(
     activities: Mapping[str, Any] | None = None,
     config: EnergyConfig | None = None,
 ) -> dict[str, Any]:
-    """Return {figure name: value} from ``report``, a result of `EnergyMonitor.report`. Unknown figures are None.
+    """Return {name: value} of the energy in ``report``, a result of `EnergyMonitor.report`. Unknown values are None.
 
-    ``steps``, ``samples``, ``tokens``: numbers trained with this energy.
+    ``steps``, ``samples``, ``tokens``: numbers of steps, samples and tokens trained with this energy. ``activities``:
+    result of `phase_shares.job_activities`. ``config``: electricity price and carbon intensity.
     """
-    # ``steps``, ``samples``, ``tokens``: numbers trained with this energy. ``activities``: result of
-    # `phase_shares.job_activities`. ``config``: electricity price and carbon intensity.
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
     none: dict[str, Any] = {name: {} for name in ("joules", "error_j", "seconds", "reason")}
@@ -102,7 +101,7 @@ def energy_figures(
 
 
 def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return the main entries of ``figures`` as attributes for the HDF5 metrics file. Unknown figures are NaN."""
+    """Return {attribute: value or NaN} for the HDF5 metrics file from ``figures``, a result of `energy_figures`."""
     names = ("energy_j", "j_per_step", "j_per_sample", "j_per_token", "energy_delay_product_js", "emissions_g")
     attributes = {name: math.nan if figures[name] is None else figures[name] for name in names}
     return attributes | {"energy_reason": figures["energy_reason"] or "", "energy_label": figures["energy_label"]}
@@ -189,13 +188,16 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return this node's power sensor with the smallest duty cycle; None if all measure continuously. Local."""
+        """Return this node's `PowerSensor` with the smallest duty cycle, or None if all measure continuously. Local."""
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
 
     def collect(self) -> list[NodeRows]:
-        """Return a list of all nodes' energy samples since the last call, for the metrics file. Collective."""
+        """Return a list of new energy samples, with one `NodeRows` per node. Collective.
+
+        Ranks that are not the first rank of their node return [].
+        """
         self._attribute()
         return self.monitor.collect()
 
@@ -221,7 +223,7 @@ class EnergyRecorder:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return a dict to store in a checkpoint: the run's energy until now, in total and per activity. Collective."""
+        """Return a dict for a checkpoint: the run's energy until now, in total and per activity. Collective."""
         joules = self.monitor.state()
         return self._record(joules, self._activities(joules, final=False))
 
@@ -246,9 +248,9 @@ class EnergyRecorder:
         )
 
     def note(self) -> dict[str, Any]:
-        """Store the run's energy until now, the result of `state`, in the run directory, and return it. Collective.
+        """Store the result of `state` in the run directory, and return this result. Collective.
 
-        Rank 0 raises StorageError.
+        Only rank 0 writes the file. Rank 0 raises StorageError if writing fails.
         """
         state = self.state()
         self._write(state)
@@ -259,7 +261,7 @@ class EnergyRecorder:
             atomic.save(self._path, json.dumps(state))
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
-        """Return `energy_figures` of the run after ``steps`` steps, and store them on rank 0. Collective."""
+        """Return `energy_figures` of the run after ``steps`` steps. Rank 0 stores the energy on disk. Collective."""
         # Only rank 0 raises StorageError. "j_per_step" excludes checkpoints and validation. A repeated step costs
         # energy, but counts once. ``tokens_per_sample`` is None if samples are not made of tokens.
         report = self.monitor.report()
@@ -274,7 +276,7 @@ class EnergyRecorder:
         )
 
     def close(self) -> None:
-        """Free the communicators. Afterwards `collect` must not be called. Collective."""
+        """Free the communicators. Do not call `collect` afterwards. Collective."""
         if self._node is not None:
             self._node.free()
             self._node = None

@@ -31,9 +31,9 @@ from hpcdist.training.build.trainer import Trainer
 
 
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
-    """Return the event sinks, such as files, that ``config`` names. Rank 0 only. ``say(text)`` prints a message.
+    """Return a list of the event sinks, such as files, that ``config`` selects. Called only on rank 0.
 
-    ``run``: description of the run.
+    ``run``: description of the run. ``say``: function that prints a message.
     """
     sinks: list[StreamSink] = []
     try:
@@ -63,9 +63,9 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return {event kind: {figure name: value}} for the event kinds "energy" and "utilisation". Local.
+    """Return {event kind: {name: value}} with the values of the events "energy" and "utilisation". Local.
 
-    ``state``: result of `EnergyRecorder.state`. ``tokens``: number of tokens trained with this energy.
+    ``state``: result of `EnergyRecorder.state`. ``tokens``: number of tokens trained with the energy in ``state``.
     """
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
@@ -99,7 +99,7 @@ _OF_RANKS: Final = {
 
 
 class EventPublisher:
-    """Publisher of a run's events (event log entries) to rank 0's sinks. Construction and `gather` are collective."""
+    """Publisher of a run's log events to the sinks on rank 0. Construction and `gather` are collective."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class EventPublisher:
             self._events.append(RunEvent(kind, step, valid, **more))
 
     def stepped(self, step: int, result: StepResult, waited_s: float) -> None:
-        """Record that this rank completed ``step`` with ``result``. It waited ``waited_s`` seconds for the data."""
+        """Record that this rank completed ``step`` with ``result``. The rank waited ``waited_s`` seconds for data."""
         self._done = step
         self._waited_s += waited_s
         self._made += 1
@@ -180,21 +180,21 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record the seconds of a step's collectives: ``total_s``, and ``exposed_s`` that delay computation.
+        """Record that a step's collectives took ``total_s`` seconds and delayed computation by ``exposed_s`` seconds.
 
-        ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
+        ``hits``: number of layers that were prefetched in time. ``misses``: number of layers that arrived too late.
         """
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Add the metrics of ``step``. ``ranks``: {metric: array with one value per rank}. Rank 0 only."""
+        """Queue the metrics of ``step`` for `publish`. ``ranks``: {metric: one value per rank}. Call this on rank 0."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
     def saved(self, step: int, held_s: float) -> None:
-        """Record that a checkpoint after ``step`` is complete. Its save delayed the steps by ``held_s`` seconds."""
+        """Record that the checkpoint after ``step`` is complete. The save delayed training by ``held_s`` seconds."""
         self._checkpoints += 1
         self._hold_up(step + 1)
         figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
@@ -205,15 +205,15 @@ class EventPublisher:
             self._held_up.add(step)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Record ``loss``, the validation loss after ``step``. NaN means that the loss is unknown."""
+        """Record the validation loss ``loss`` after ``step``. NaN means that the loss is unknown."""
         self._hold_up(step + 1)
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Gather times, bytes and memory use of all ranks as events on rank 0. Collective.
+        """Gather communication times, bytes and memory use of all ranks, and queue events on rank 0. Collective.
 
-        ``monitor``: energy measurements. ``energy``: result of `EnergyRecorder.state`.
+        ``monitor``: monitor that measures energy and utilisation. ``energy``: result of `EnergyRecorder.state`.
         """
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
@@ -275,7 +275,7 @@ class EventPublisher:
         self._add("collectives", self._done, figures)
 
     def publish(self) -> list[RunEvent]:
-        """Write the new events to the sinks, and return the list of these events. Ranks other than 0 return []."""
+        """Write the queued events to the sinks, and return a list of these events. Ranks other than 0 return []."""
         if self._stream is None:
             return []
         self._work_out()
@@ -324,7 +324,7 @@ class EventPublisher:
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:
-        """Publish remaining events and close the sinks. The keyword ``normal`` is True after a run without error."""
+        """Publish the queued events, and close the sinks. The keyword ``normal`` is True after a run without error."""
         self.publish()
         if self._stream is not None:
             self._stream.close(normal)

@@ -30,7 +30,7 @@ OVERLAP_TEXTS: Final = {"thread": "overlapped by a thread", "poll": "overlapped 
 
 
 def describe_architecture(trainer: Trainer) -> str:
-    """Return a line about the parallel setup: strategy, algorithm, and settings other than the default. Local."""
+    """Return a text line about the parallel setup: strategy, algorithm, and settings that are not default. Local."""
     recipe, grid = trainer.recipe, trainer.grid
     parallel, servers = recipe.parallel, recipe.parameter_server
     algorithms = list(dict.fromkeys(row.partition("<=")[0] for row in trainer.exchange.traits.algorithm.split(",")))
@@ -116,7 +116,7 @@ def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
 
 
 def warn_of_whole_gathers(trainer: Trainer) -> str:
-    """Return a warning if ZeRO-3 gathers most parameters of a user's model in one message, else "". Local."""
+    """Return a warning text if ZeRO-3 gathers most parameters of a user's model in one message, else "". Local."""
     model, ranges = trainer.model, trainer.context.ranges
     if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.traits.gathers:
         return ""
@@ -141,11 +141,11 @@ PEAK_SECONDS: Final = 0.03  # duration of the peak measurement on each rank
 
 
 def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, reason: str) -> dict[str, Any]:
-    """Return {figure name: value} of the model FLOPs utilization (MFU) at ``tokens_per_s``. Collective.
+    """Return {name: value} of the model FLOPs utilization (MFU) at a training speed of ``tokens_per_s``. Collective.
 
-    ``reason``: cause if this speed is NaN.
+    The values are model FLOPs per sample and per second, peak FLOPs per second of all ranks, and MFU, or None if
+    unknown. ``reason``: reason why the speed is unknown if ``tokens_per_s`` is NaN.
     """
-    # Figures, None if unknown: model FLOPs per sample and per second, and measured peak FLOPs per second of all ranks.
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
         return utilisation | {"mfu_reason": USER_MODEL_NOT_COUNTED}
@@ -184,10 +184,7 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 
 def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write what was measured since the last call: consensus distances, noise scales and expert loads.
-
-    Only rank 0 writes.
-    """
+    """Write consensus distances, noise scales and expert loads measured since the last call. Only rank 0 writes."""
     if new := trainer.exchange.new_consensus_distances():
         metrics.put(side_tables.CONSENSUS, step=list(new), distance=list(new.values()))
     if trainer.noise is not None and (rows := trainer.noise.taken()):
@@ -202,21 +199,18 @@ def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:
-    """Return {figure name: value} of the distance between the replicas' parameters. Local.
-
-    Return {} if the parameters of all replicas are always equal.
-    """
+    """Return {name: value} about the distance between replica parameters, or {} if replicas are always equal. Local."""
     return {name: json_number(value) for name, value in trainer.exchange.consensus().items()}
 
 
 def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
-    """Return a list with the summary line about the distance between replicas, or [] if they are always equal."""
+    """Return a list with the line about the distance between replicas, or [] if ``summary`` has no distance."""
     distance = summary.get("consensus_distance")
     return [] if distance is None else [f"replicas were {distance:.3g} of the norm of their mean apart, then averaged"]
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {figure name: value} about stragglers. ``workers``: one dict of measurements per computing rank. Local."""
+    """Return {name: value} about stragglers. ``workers``: one dict of measurements per computing rank. Local."""
     # "samples_by_replica": from the last step, or None if samples are always divided evenly. With parameter servers,
     # dropped gradients or their staleness are included.
     exchange = trainer.exchange
@@ -234,7 +228,7 @@ def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) ->
 
 
 def describe_stragglers(summary: Mapping[str, Any]) -> list[str]:
-    """Return a list with the summary lines about stragglers, or [] without stragglers."""
+    """Return a list of the summary lines about stragglers, or [] if ``summary`` has no values about stragglers."""
     lines = []
     if summary.get("samples_by_replica") is not None:
         shares = summary["samples_by_replica"]

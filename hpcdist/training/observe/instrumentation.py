@@ -37,7 +37,7 @@ COLORS: Final = {
 
 
 class NvtxRanges:
-    """Profiler (NVTX) ranges of one rank, in one NVTX domain. Raises MissingCapabilityError without package nvtx."""
+    """Factory of NVTX profiler ranges on this rank. Raises MissingCapabilityError without the package nvtx."""
 
     def __init__(self) -> None:
         try:
@@ -54,7 +54,7 @@ class NvtxRanges:
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return a context manager for a profiler range with the text of `label`.
+        """Return a context manager for a profiler range, whose text is a result of `label`.
 
         ``phase``: phase of the step, which selects the colour of the range.
         """
@@ -70,7 +70,7 @@ class NvtxRanges:
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
     """Return the text of a profiler range, such as "FORWARD microbatch 0 unit 3".
 
-    ``microbatch`` or ``unit`` (model layer) -1: left out of the text.
+    A ``microbatch`` or ``unit`` (number of a model layer) of -1 is left out of the text.
     """
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
@@ -102,11 +102,11 @@ class ConsoleProgress:
             print(text, file=sys.stderr, flush=True)
 
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
-        """Show the results of step number ``done``. ``targets``: number of targets in the loss, over all ranks.
+        """Show the loss and speed after step number ``done``. ``communication_s``: communication time of the step.
 
-        ``communication_s``: seconds of communication. ``step_s``: seconds of the step.
+        ``targets``: number of targets in the loss over all ranks, without targets of dropped gradients. ``step_s``:
+        seconds of the whole step.
         """
-        # Targets of dropped gradients are not in ``targets``.
         if not self._shown:
             return
         now = time.monotonic()
@@ -148,7 +148,7 @@ def _terminal_columns() -> int | None:
 
 
 class StepLog:
-    """Log of skipped steps, and of steps recomputed as a check, in ``metrics`` and on the console (rank 0 only)."""
+    """Logger of skipped and recomputed steps. On rank 0, writes to ``metrics`` and to the console."""
 
     def __init__(self, trainer: Trainer, metrics: RunMetrics, progress: ConsoleProgress) -> None:
         self._trainer, self._metrics, self._progress = trainer, metrics, progress
@@ -156,7 +156,7 @@ class StepLog:
         self._has_suspected = False
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Log ``step`` if its ``result`` is that it was skipped or recomputed, or that its loss scale changed."""
+        """Log ``step`` if ``result`` shows that the step was skipped or recomputed, or that the loss scale changed."""
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
@@ -183,7 +183,7 @@ class StepLog:
         )
 
     def shares(self, done: int, *, only_last: bool) -> None:
-        """Write the numbers of samples per replica that are planned after step ``done`` to the metrics file."""
+        """Write the planned numbers of samples per replica, for steps after ``done``, to the metrics file."""
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[-1 if only_last else 0 :]:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
@@ -203,7 +203,7 @@ class StepShifter:
         self._left = 0
 
     def wait(self, step: int) -> None:
-        """Sleep before ``step``, so that the power sensor measures other phases than in the previous step."""
+        """Sleep before ``step``, so that the power sensor does not measure the same phases as in the step before."""
         if not self._left:
             sensor = self._sensor()  # its interval may be estimated better by now
             self._shift = None if sensor is None else SensorShift(sensor, SHIFTED_STEPS)
@@ -236,11 +236,10 @@ class Instrumentation:
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Record time and energy of the ``with`` body. ``phase``: type of activity, such as "validation".
+        """Record the time and energy of the body of a ``with`` statement. All ranks should enter the body together.
 
-        ``name``: label of the time span in traces.
+        ``phase``: type of activity, such as "validation". ``name``: label of the time span in traces.
         """
-        # All ranks should enter the body together.
         start = now_ns()
         with self.energy.monitor.window(phase), self.ranges(phase, name):
             yield

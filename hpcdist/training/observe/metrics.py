@@ -32,7 +32,7 @@ StepColumns: TypeAlias = tuple[int, float, float, int]  # step, loss, learning r
 
 
 class RunMetrics:
-    """Buffer of metrics rows, one per step. Rank 0 writes them to a file. Construction and `flush` are collective."""
+    """Buffer of metrics rows, one per step. Rank 0 writes all rows. Construction and `flush` are collective."""
 
     def __init__(
         self,
@@ -55,10 +55,9 @@ class RunMetrics:
     def add(
         self, step: int, loss: float, learning_rate: float, tokens: int, seconds: Mapping[str, float], sent_bytes: float
     ) -> None:
-        """Add this rank's metrics row of ``step``. ``seconds``: {phase of the step: seconds}. Local.
+        """Add this rank's metrics row for ``step``. ``seconds``: {phase of the step: seconds}. Local.
 
-        ``tokens``: number of targets in the step's loss, over all replicas. ``sent_bytes``: bytes that this
-        rank sent.
+        ``tokens``: number of targets in the loss over all replicas. ``sent_bytes``: bytes that this rank has sent.
         """
         self._common.append((step, loss, learning_rate, tokens))
         figures = {**seconds, "sent_bytes": sent_bytes}
@@ -73,7 +72,7 @@ class RunMetrics:
         return time.monotonic() - self._flushed >= max(FLUSH_EVERY_S, seldom_s) or len(self._own) >= FLUSH_AT_ROWS
 
     def flush(self) -> None:
-        """Gather all ranks' new metrics rows on rank 0, which writes them. Collective. Rank 0 raises StorageError."""
+        """Gather the new metrics rows of all ranks. Rank 0 writes the rows, and may raise StorageError. Collective."""
         start = time.monotonic()
         self._gather()
         nodes = self._energy.collect()
@@ -103,19 +102,18 @@ class RunMetrics:
         self._streaming.row(step, loss, learning_rate, tokens, wide)
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Write ``val_loss``, a script's validation loss after ``step``, unless it is NaN. Only rank 0 writes."""
+        """Write a script's validation loss ``val_loss`` after ``step``. NaN is not written. Only rank 0 writes."""
         if self._writer is not None and not math.isnan(val_loss):
             self._writer.evaluation(step, val_loss)
 
     def unsaved(self) -> list[tuple[StepColumns, list[float]]]:
-        """Return the list of this rank's metrics rows that the file may lack: input of `carry`. Local."""
+        """Return a list of this rank's metrics rows that the metrics file may lack, for `carry`. Local."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, old_world: int) -> None:
         """After a rank failure, append the ``rows`` up to step ``last`` that the metrics file lacks. Collective.
 
-        ``rows``: this rank's result of `unsaved`. ``old_world``: number of ranks before the failure; 0 on a
-        rank that has not trained.
+        ``rows``: this rank's result of `unsaved`. ``old_world``: number of ranks before the failure; 0 on a new rank.
         """
         # Dead ranks get NaN.
         self._gathered = list(rows)
@@ -132,7 +130,7 @@ class RunMetrics:
         self._writer.flush()
 
     def note_clocks(self) -> None:
-        """Measure the clock offsets of the hosts and write them to the metrics file. Collective."""
+        """Measure the clock offsets between hosts, and write the offsets to the metrics file. Collective."""
         readings = self.clocks.measure()
         if self._writer is not None:
             hosts, wall_ns = self.clocks.hosts, time.time_ns() - time.monotonic_ns()
@@ -146,9 +144,9 @@ class RunMetrics:
             self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """On rank 0, write ``val_loss`` (after ``steps`` steps) and ``**figures``, and close the event sinks.
+        """On rank 0, write the final results to the metrics file, and close the event sinks.
 
-        ``**figures``: final results by name.
+        ``val_loss``: validation loss after ``steps`` steps. ``**figures``: other results, by name.
         """
         if self._writer is not None:
             if not math.isnan(val_loss):
@@ -160,7 +158,7 @@ class RunMetrics:
             self._streaming.close(normal=True)
 
     def close(self) -> None:
-        """Free the communication objects. Afterwards `flush` must not be called. Collective."""
+        """Free the communicators of these metrics. Do not call `flush` afterwards. Collective."""
 
 
 # A message of 2.3 kB is sent eagerly by MPI libraries, so that no sender waits for rank 0.
@@ -188,11 +186,11 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set each worker's number of completed steps at the start. ``clocks``: {rank: number of steps}. Local."""
+        """Set each worker's number of completed steps at the start. ``clocks``: {rank: number}. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:
-        """Send new metrics rows to rank 0. On rank 0, write the rows that have arrived. Never waits. Local."""
+        """Send new metrics rows to rank 0. On rank 0, write the rows that have arrived. Does not wait. Local."""
         self._under_way = [request for request in self._under_way if not request.test()]
         if self._writer is None:
             if self._common and (len(self._common) >= ROWS_PER_MESSAGE or self._overdue()):

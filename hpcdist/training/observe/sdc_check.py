@@ -32,14 +32,14 @@ LEAST_STEPS: Final = 10  # number of steps before a step can be suspicious
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """Hashes of one computation of a step: of this rank's losses and gradients, and of the sums over all ranks."""
+    """Two hashes of one computation of a step: of the local losses and gradients, and of the sums over all ranks."""
 
     own: bytes
     summed: bytes
 
 
 class SdcCheck(StepObserver):
-    """Step observer that repeats every n-th step and suspicious steps, to find silent data corruption."""
+    """Step observer that recomputes every n-th step and suspicious steps, to detect silent data corruption."""
 
     # A loss or gradient norm above ``factor`` times the median is suspicious. 0 disables either check. With
     # ``skips_overflow``, non-finite gradients are not suspicious. Construction is local.
@@ -68,12 +68,11 @@ class SdcCheck(StepObserver):
             self._step, self._digest = step.number, xxhash.xxh3_128()
 
     def agreed(self, step: RunningStep) -> None:
-        """Repeat the computation of ``step`` if it is due or suspicious, and compare the results. Collective.
+        """Recompute ``step`` if a periodic check is due or its results are suspicious, and compare. Collective.
 
-        Raises DivergenceError if all repetitions differ, or if a rank is wrong in two checks in a row.
+        If the results differ, a third computation decides. Raises DivergenceError if all three results differ, or if a
+        rank computes wrong results in two checks in a row.
         """
-        # If the results differ, a third computation decides. DivergenceError: all three results differ, or a rank
-        # computes wrong results in two checks in a row.
         outcome = step.outcome
         suspicion = self._suspicion(outcome)
         if suspicion or self._is_due(step.number):

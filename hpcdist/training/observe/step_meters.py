@@ -48,13 +48,13 @@ def _mixed_microbatches(operations: Sequence[Operation]) -> str:
 
 
 class StepMeter(StepObserver):
-    """Step observer that collects one row of figures per measured step."""
+    """Base class of step observers that collect one row of measurements per measured step."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, ...]] = []
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return a list of the measurements since the last call: tuples of step number and figures."""
+        """Return a list of the rows since the last call. A row is a tuple of the step number and the measurements."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -71,7 +71,7 @@ class NoiseMeter(StepMeter):
         self.smoothed = SmoothedNoise()
 
     def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ConfigurationError if the noise of a step with ``operations`` cannot be measured. Collective."""
+        """Raise ConfigurationError if the noise scale cannot be measured in a step with ``operations``. Collective."""
         refusals = self._context.world.allgather_object(_mixed_microbatches(operations) if self.looks_at_first else "")
         if any(refusals):
             raise ConfigurationError(next(filter(None, refusals)))
@@ -95,11 +95,11 @@ class NoiseMeter(StepMeter):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return an array of two numbers. Their sums over all ranks are |g|^2 and 1/b.
+        """Return an array of this rank's terms of two sums: |g|^2 and 1/b.
 
-        g is the mean gradient of b samples of one replica or micro-batch. Call this once per ``step``.
+        g is the mean gradient of the b samples of one replica or micro-batch. The sums are over all ranks. Call this
+        method once per ``step``, because the call resets the local sum.
         """
-        # b is the number of samples of one replica or micro-batch. This resets the sum: call it once per step.
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
         if not (self._is_due(step) and self._speaks):
@@ -133,9 +133,9 @@ class NoiseMeter(StepMeter):
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
-    """Return {figure name: value}: gradient noise scale and critical batch size; {} if ``meter`` is None. Local.
+    """Return {name: value} with the gradient noise scale and critical batch size, or {} without ``meter``. Local.
 
-    ``batch``: global batch size.
+    ``batch``: global batch size. ``meter``: meter of the noise scale, or None.
     """
     if meter is None:
         return {}
@@ -208,14 +208,14 @@ class RouterMeter(StepMeter):
 
 
 def router_figures(meter: RouterMeter | None) -> dict[str, Any]:
-    """Return {figure name: value} of the routers in the last step, or {} without experts (``meter`` None). Local."""
+    """Return {"router": {name: value}} for the last step, or {} if ``meter`` is None (no experts). Local."""
     if meter is None or meter.last is None:
         return {}
     return {"router": {name: float(value) for name, value in meter.last._asdict().items()}}
 
 
 def describe_router(summary: Mapping[str, Any]) -> list[str]:
-    """Return a list with the text line about the routers in a run's ``summary``, or [] for a model without experts."""
+    """Return a list with the text line about expert routers in ``summary``, or [] for a model without experts."""
     router = summary.get("router")
     if router is None:
         return []

@@ -29,7 +29,7 @@ _ENTRY_FORMS: Final = {
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """Fault of type ``kind`` to inject on ``rank`` in step number ``step``, from 1."""
+    """Fault of type ``kind`` to inject on ``rank`` in step number ``step``. The first step has number 1."""
 
     kind: str
     rank: int
@@ -64,7 +64,7 @@ class ChaosFault:
 
 
 def parse_faults(kind: str, entries: Sequence[str | int]) -> list[ChaosFault]:
-    """Return the faults of type ``kind`` in ``entries``, the value of the recipe key ``chaos.<kind>``.
+    """Return a list of the faults of type ``kind`` in ``entries``, the value of recipe key ``chaos.<kind>``.
 
     Raises ConfigurationError if an entry is invalid.
     """
@@ -112,7 +112,7 @@ def _malformed_entry(kind: str, entry: str, reason: str) -> ConfigurationError:
 class ChaosConfig:
     """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
-    Each fault happens once per run directory, even if its step is repeated. ``kill`` names one of `STEP_PHASES`.
+    Each fault happens once per run directory, even if a restart repeats the step. A PHASE is one of `STEP_PHASES`.
     """
 
     slow_ranks: tuple[int, ...] = key((), "Ranks to slow down, as [0].", ge=0)
@@ -139,7 +139,7 @@ class ChaosConfig:
 
     @property
     def faults(self) -> list[ChaosFault]:
-        """The faults sorted by step. Raises ConfigurationError for an invalid entry."""
+        """List of the faults, sorted by step. Raises ConfigurationError for an invalid entry."""
         faults = [fault for kind in FAULT_KINDS for fault in parse_faults(kind, getattr(self, kind))]
         return sorted(faults, key=lambda fault: fault.step)
 
@@ -164,9 +164,9 @@ class ChaosConfig:
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
         """Raise ConfigurationError if a fault cannot occur on its rank in a job of ``world`` ranks.
 
-        Only the first ``computing`` ranks compute.
+        The first ``computing`` ranks compute; the other ranks are parameter servers. Keyword ``lock_step``: True if
+        servers take part in every step.
         """
-        # The other ranks are parameter servers. ``lock_step``: servers take part in every step.
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)
             if rank >= computing:
@@ -193,7 +193,7 @@ class ChaosConfig:
             )
 
     def described(self) -> str:
-        """Return a text about the stragglers and faults for users, or "" if there are none."""
+        """Return a text for users that describes the stragglers and faults, or "" if the section has none."""
         parts = []
         if self.step_s:
             parts.append(f"computing takes {self.step_s:g} s a step by sleep")

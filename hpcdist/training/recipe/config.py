@@ -60,7 +60,7 @@ class DataConfig:
         path = self.staged or self.path
         if self.path and not os.path.exists(path):
             key = "data.staged" if self.staged else "data.path"
-            raise DataError(f"{key} = {path}: there is no such file or directory")
+            raise DataError(f"{key} = {path}: there is no such file or directory; set the key to an existing path")
 
 
 @dataclass(frozen=True, kw_only=True)

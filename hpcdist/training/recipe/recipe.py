@@ -62,9 +62,8 @@ class Recipe:
     def check_world(self, data_ranks: int, **options: object) -> None:
         """Raise ConfigurationError if recipe keys contradict each other, or do not fit ``data_ranks`` replicas.
 
-        ``data_ranks`` 0: unknown.
+        ``data_ranks`` 0 means that the number is unknown. ``**options``: command-line options to check too, by name.
         """
-        # ``data_ranks`` is 0 if unknown. ``**options``: command-line options to check too, by name.
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
 
@@ -73,7 +72,7 @@ SECTIONS: Final[Mapping[str, Any]] = {item.name: item.default_factory for item i
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe, and for each key the origin of its value: the file, variable or option that set it."""
+    """Recipe, and the origin of the value of each key: the file, variable or option that sets the value."""
 
     recipe: Recipe
     origin: Mapping[str, str]
@@ -81,12 +80,12 @@ class ResolvedRecipe:
 
 @cache
 def known_keys() -> Mapping[str, Field]:
-    """Return {"section.name": declaration} of all recipe keys."""
+    """Return {"section.name": `Field`} with the declarations of all recipe keys."""
     return {f"{section}.{name}": key for section, kind in SECTIONS.items() for name, key in fields_of(kind).items()}
 
 
 def check_value(key: str, value: Any) -> None:
-    """Raise ConfigurationError if ``value`` is invalid for the recipe key ``key``. Other keys are not considered."""
+    """Raise ConfigurationError if ``value`` is invalid for the recipe key ``key``. Other keys are not checked."""
     section, _, name = key.partition(".")
     rule = known_keys()[key].rule(section)
     if rule is not None and (refusal := rule.refusal({key: value})):
@@ -111,10 +110,10 @@ def load(
     overrides: Iterable[str] | settings.Settings = (),
     environment: Mapping[str, str] | None = None,
 ) -> ResolvedRecipe:
-    """Return the recipe in the file ``path`` (None: no file), changed by ``overrides`` such as "run.steps=100".
+    """Return the `ResolvedRecipe` in the file ``path``, changed by ``overrides`` such as "run.steps=100".
 
-    ``environment``: variables that also change it. Raises ConfigurationError for an invalid file, key or value, and
-    UsageError for an override without a value.
+    ``path`` None means that there is no file. ``environment``: variables that may also set recipe keys. Raises
+    ConfigurationError for an invalid file, key or value, and UsageError for an override without a value.
     """
     # A relative path, such as data.path, is relative to the file that sets it, or else to the current directory.
     environment = os.environ if environment is None else environment
@@ -130,7 +129,7 @@ def load(
 
 
 def load_stored(path: str | os.PathLike[str]) -> Recipe:
-    """Return the recipe in the file ``path``, ignoring environment and site settings. Raises ConfigurationError."""
+    """Return the recipe in the file ``path``, without environment and site settings. Raises ConfigurationError."""
     return _resolve([settings.file(Path(path), "recipe", known_keys())]).recipe
 
 
@@ -156,13 +155,13 @@ def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """Return ``recipe`` as TOML with all keys, which `load_stored` can read."""
+    """Return ``recipe`` as a TOML text with all keys. `load_stored` can read this text."""
     tables = ["\n".join([f"[{section}]", *toml_lines(keys)]) for section, keys in asdict(recipe).items()]
     return "\n\n".join(tables) + "\n"
 
 
 def digest(recipe: Recipe) -> str:
-    """Return a hash of all values of ``recipe``, in hexadecimal, to detect a changed recipe."""
+    """Return a hexadecimal hash of all values of ``recipe``, to detect a changed recipe."""
     return hashlib.blake2b(dump(recipe).encode(), digest_size=16).hexdigest()
 
 
@@ -204,9 +203,9 @@ def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
 
 
 def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
-    """Return a list with a text for each changed recipe key that prevents ``recipe`` from resuming a run.
+    """Return a list of texts, one for each changed recipe key that prevents ``recipe`` from resuming a run.
 
-    ``stored``: recipe of the run.
+    ``stored``: recipe with which the run was started.
     """
     rounded = stored.precision.computes != recipe.precision.computes
     return [
@@ -217,9 +216,9 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return a hint for users to start another run from the model in ``run_dir``.
+    """Return a hint for users to start another run from the model in ``run_dir``, or "" if the model differs.
 
-    Return "" if ``contradictions``, texts about changed keys, name a model key.
+    ``contradictions``: result of the function `contradictions`, which shows if the model differs.
     """
     if any(text.startswith("model.") for text in contradictions):
         return ""
@@ -227,7 +226,7 @@ def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
 
 
 def run_id(recipe: Recipe) -> str:
-    """Return the run's name, a short hash. It ignores all recipe keys that may change when the run is resumed."""
+    """Return the run's name, a short hash of ``recipe`` without the keys that may change in a resume."""
     identifying = {key: value for key, value in flat(recipe).items() if not is_operational(key)}
     identifying["precision.mode"] = recipe.precision.computes
     return hashlib.blake2b(repr(sorted(identifying.items())).encode(), digest_size=4).hexdigest()

@@ -81,14 +81,14 @@ class KeyEntry:
 
 
 def entry(key: str) -> KeyEntry:
-    """Return the documentation of the recipe key ``key``, which must exist."""
+    """Return the `KeyEntry` of the recipe key ``key``, which must exist."""
     field = recipe.known_keys()[key]
     needs = tuple(dict.fromkeys(need for each in RULES for need in _needs(each, key)))
     return KeyEntry(key, field.values, toml_value(field.default), field.key.meaning, needs)
 
 
 def lookup(word: str) -> str:
-    """Return the documentation of ``word``, a key ("parallel.pipeline") or section. Raises UsageError if unknown."""
+    """Return the text about ``word``, a recipe key or section. Raises UsageError if ``word`` is unknown."""
     if word in recipe.known_keys():
         return entry(word).block
     if word not in recipe.SECTIONS:
@@ -228,7 +228,7 @@ def _one_of(values: Iterable[Any]) -> str:
 
 
 def page() -> str:
-    """Return the documentation of all recipe keys as a Markdown page."""
+    """Return the text of a Markdown page that documents all recipe keys."""
     sections = itertools.starmap(_section, recipe.SECTIONS.items())
     return "\n".join([(resources.files(__package__) / "head.md").read_text("utf-8"), *sections])
 

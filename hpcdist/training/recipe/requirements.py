@@ -37,7 +37,7 @@ def degrees_equation(recipe: "Recipe", world: int) -> str:
 
 
 def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
-    """Return the process grid of ``recipe`` on ``world`` ranks. Raises ConfigurationError if they do not fit."""
+    """Return the process grid of ``recipe`` on ``world`` ranks. Raises ConfigurationError if the sizes do not fit."""
     from hpcdist.strategies.parameter_server.partition import Roles
 
     grid, roles = grid_and_roles(recipe, world)
@@ -47,12 +47,11 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 
 
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
-    """Return (process grid of ``recipe`` on ``world`` ranks, `Roles` as worker or parameter server, or None).
+    """Return (process grid of ``recipe`` on ``world`` ranks, `Roles` of workers and parameter servers, or None).
 
-    The roles are None if every rank computes. Raises ConfigurationError if the recipe does not fit.
+    The roles are None without parameter servers, or if every rank computes and serves. Raises ConfigurationError if the
+    recipe does not fit. With the keyword ``chaos``, the ranks in section [chaos] are also checked.
     """
-    # The roles are None without parameter servers, or if every rank computes and serves. With ``chaos``, the ranks in
-    # section [chaos] are also checked.
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.data.config import STAGES
     from hpcdist.strategies.parameter_server.partition import Roles
@@ -89,7 +88,7 @@ _TORCH_BACKEND: Final = re.compile(
 
 
 def requirements(recipe: "Recipe") -> Iterator[Requirement]:
-    """Yield the Python modules that ``recipe`` needs in addition to the dependencies of hpcdist."""
+    """Yield a `Requirement` for each Python module that ``recipe`` needs beyond the dependencies of hpcdist."""
     telemetry = recipe.telemetry
     if recipe.run.device == "gpu":
         yield _CUPY
@@ -106,7 +105,7 @@ def requirements(recipe: "Recipe") -> Iterator[Requirement]:
 
 
 def missing_packages(recipe: "Recipe") -> list[str]:
-    """Return a message for each Python module that ``recipe`` needs and that is not installed. Local."""
+    """Return a list of messages about missing Python modules and HDF5 filters that ``recipe`` needs. Local."""
     absent = [
         f"{need.value} needs the module {need.module}, which {sys.executable} does not have: {need.cure}"
         for need in dict.fromkeys(requirements(recipe))
@@ -116,10 +115,7 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
-    """Return a list with a message if a script in the command line ``program`` needs the missing module cupy.
-
-    Otherwise the list is empty.
-    """
+    """Return [message] if a script in the command line ``program`` needs the missing module cupy, else []."""
     for word in program:
         if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
             return [f"{word}: tensors on GPUs need the module cupy, which {sys.executable} does not have: {_CUPY.cure}"]

@@ -22,14 +22,14 @@ Keys = Mapping[str, Field]  # "section.name" -> declaration
 
 @dataclass
 class Settings:
-    """Values by recipe key, and the origin of each value."""
+    """Values of recipe keys, and the origin of each value, such as a file."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
 
 
 def site(environment: Mapping[str, str], keys: Keys) -> Settings | None:
-    """Return the settings of the site profile that HPCDIST_SITE names in ``environment``, or None if unset.
+    """Return the settings of the site profile in the variable HPCDIST_SITE of ``environment``, or None if it is unset.
 
     ``keys``: all recipe keys.
     """
@@ -91,9 +91,9 @@ def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
 
 
 def overrides(texts: Iterable[str], keys: Keys, option: str = "--set") -> Settings:
-    """Return the settings in ``texts``, each "section.name=value". The last value of a key counts.
+    """Return the settings in ``texts`` of the form "section.name=value". The last value of a repeated key counts.
 
-    ``keys``: all recipe keys. ``option``: command-line option that gave the texts, for messages.
+    ``keys``: all recipe keys. ``option``: command-line option that contains the texts, for messages.
     """
     settings = Settings()
     for text in texts:
@@ -119,7 +119,7 @@ def _add_setting(settings: Settings, key: str, value: Any, source: str, keys: Ke
     if key not in keys:
         if any(other.startswith(key + ".") for other in keys):
             raise ConfigurationError(
-                f"{key} = {value!r} in {source}: [{key}] is a section with keys of its own, not a value"
+                f"{key} = {value!r} in {source}: [{key}] is a section, which has no value; set one of its keys"
             )
         raise ConfigurationError(f"unknown key {key!r} in {source}; {suggestion(key, keys)}")
     settings.values[key] = keys[key].convert(value, key, source, base)

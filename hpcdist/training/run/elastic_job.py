@@ -41,9 +41,9 @@ from hpcdist.training.run_directory import refuse_restart_over_checkpoints
 
 
 def refit(recipe: Recipe, ranks: int) -> tuple[Recipe, int] | None:
-    """Reduce the parallel sizes of ``recipe`` until it runs on at most ``ranks`` ranks.
+    """Reduce the parallel sizes in ``recipe`` until the recipe fits on at most ``ranks`` ranks.
 
-    Return (new recipe, number of used ranks), or None if impossible.
+    Return (new recipe, number of ranks that the new recipe uses), or None if no sizes fit.
     """
     if _is_runnable(recipe, ranks):
         return recipe, ranks
@@ -89,7 +89,7 @@ def _is_runnable(recipe: Recipe, ranks: int) -> bool:
 def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
     """Return a message about the change of the training ranks, the new layout, and the restored state.
 
-    ``origin``: restored state; None: step 0. ``seconds``: duration of the recovery.
+    ``origin``: restored state, or None if training restarts at step 0. ``seconds``: duration of the recovery.
     """
     happened = []
     if change.lost:
@@ -115,7 +115,7 @@ class Incarnation:
 
 
 class ElasticJob:
-    """One process of a job that survives rank failures."""
+    """One process of a job that continues after rank failures."""
 
     # ``number``: number of earlier recoveries. ``change``: last change of the training ranks, or None. After each
     # change, the process creates a new session and training loop.
@@ -138,12 +138,15 @@ class ElasticJob:
         self._broken = False  # True if the communicator of everyone is revoked
 
     def run(self, origin: StateSource | None = None) -> None:
-        """Train from state ``origin`` (None: step 0), then exit with the training's exit code. Collective."""
+        """Train from the state ``origin`` or, if it is None, from step 0. Exit with the job's exit code. Collective."""
         code = self.train(origin)
         replace(self._session, comm=self._team.everyone).leave(code)  # after `agree` nothing may need all ranks
 
     def train(self, origin: StateSource | None = None) -> int:
-        """Train from state ``origin`` (None: step 0) despite rank failures. Return the exit code. Collective."""
+        """Train from the state ``origin`` or, if it is None, from step 0, and recover from rank failures. Collective.
+
+        Return the job's exit code.
+        """
         while True:
             code: int | None = None
             try:
@@ -247,11 +250,11 @@ class ElasticJob:
         team, least = self._team, self._job.recipe.survival.least_ranks
         refitted = refit(self._job.recipe, team.size)
         if refitted is None or team.size < least:
-            reason = f"survival.least_ranks = {least}" if team.size < least else "no layout of the recipe fits them"
+            reason = f"survival.least_ranks = {least}" if team.size < least else "no layout of the recipe fits"
             self._session.survive(team.everyone)  # so that the error is printed once
             raise TooFewRanksError(
-                f"only {counted(team.size, 'rank')} left, but {reason}: start the job again; --resume auto continues "
-                "from the newest checkpoint"
+                f"only {counted(team.size, 'rank')} left, but {reason}; start the job again with --resume auto, which "
+                "continues from the newest checkpoint"
             )
         recipe, used = refitted
         team.keep(used)

@@ -30,10 +30,10 @@ def train(
 ) -> None:
     """Train ``recipe`` on all ranks of the launcher, then exit with the same code on all ranks. Collective.
 
-    ``out``: run directory, or None. ``resume``: "auto" or "never". ``as_json``: print the summary as JSON.
-    ``limit_s``: seconds until the run saves and stops.
+    ``out``: run directory, or None to choose a name. ``resume``: "auto" or "never". ``as_json``: print the summary as
+    JSON. ``limit_s``: seconds until the run saves and stops, or None. The run also stops before its Slurm job ends.
     """
-    # It also stops before the time of the Slurm job is over. `hpcdist run --survive`: it survives rank failures.
+    # Under `hpcdist run --survive`, the run survives rank failures.
     standard_streams.tolerate()
     lock = RunLock()
     stop_requests = StopRequests.listening(limit_s, lock.release, failfast.note_end)
@@ -58,10 +58,7 @@ def train(
 
 
 def join() -> int:
-    """Join a running job, in a process that the job started, and train to the end.
-
-    Collective over all new processes.
-    """
+    """Join the running job that started this process, and train to the end. Collective over all new processes."""
     import hpcdist.training.data.prefetch  # noqa: F401
 
     stop_requests = StopRequests()

@@ -54,17 +54,17 @@ class TrainingJob:
     is_verbose: bool = False  # print the selected algorithms and the proof of the step in the introduction
 
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
-        """Train from state ``origin`` (None: step 0) to the end or a stop. Return the exit code. Collective.
+        """Train until the last step or a stop request. Return the exit code. Collective.
 
-        ``session``: communication of this process.
+        ``session``: communication session of this process. ``origin``: state to start from, or None for step 0.
         """
         loop = self.open(session, recipe, origin)
         return self.finish(loop, *self.steps(loop))
 
     def open(self, session: Session, recipe: Recipe, origin: StateSource | None) -> TrainingLoop:
-        """Build the run from state ``origin`` (None: step 0) and return its training loop. Collective.
+        """Prepare the training, and return the training loop. Collective.
 
-        ``session``: communication of this process.
+        ``session``: communication session of this process. ``origin``: state to resume from, or None for step 0.
         """
         session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
@@ -75,9 +75,9 @@ class TrainingJob:
     def assemble(
         self, session: Session, recipe: Recipe, origin: StateSource | None
     ) -> tuple[Trainer, StateSource | None]:
-        """Build the trainer with state ``origin`` (None: step 0). Return (trainer, restored `StateSource`). Collective.
+        """Build the trainer and restore its state. Return (trainer, restored `StateSource` or None). Collective.
 
-        If ``origin`` is a damaged checkpoint, the state is restored from an earlier checkpoint.
+        ``origin``: state to restore, or None for step 0. A damaged checkpoint is replaced by an earlier checkpoint.
         """
         trainer, used = from_intact_source(
             session.comm,
@@ -94,23 +94,22 @@ class TrainingJob:
 
         ``recoveries``: number of recoveries of the job, including the current recovery.
         """
-        # ``recoveries`` includes the current recovery.
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
         return description | {"holder": self.holder, "lives": self.lives, "life": recoveries}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective over ``everyone``.
 
-        Keyword ``takes``: True on this rank only, if it must take the lock over from a dead rank.
+        Keyword ``takes``: True only on rank ``leader``, which takes the lock over if the previous holder is dead.
         """
-        if takes:  # True on rank ``leader`` only
+        if takes:
             self.lock.take_over(self.run.path, self.holder)
         self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
 
     def introduce(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> None:
         """Print the lines that introduce the run: layout, data, learning rate. Only rank 0 prints.
 
-        ``progress``: display that prints them.
+        ``progress``: console display that prints the lines.
         """
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
@@ -133,9 +132,9 @@ class TrainingJob:
     def loop(
         self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
-        """Open metrics and sensors, and return the training loop. Collective.
+        """Open the metrics file and energy sensors, and return the training loop. Collective.
 
-        ``protect``: function to call after each step, which copies the state to other ranks.
+        ``protect``: function that copies the state to other ranks, called after each step, or None.
         """
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
@@ -145,7 +144,7 @@ class TrainingJob:
         )
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
-        """Make the remaining steps of ``loop``, then validate. Return (outcome, validation loss or NaN). Collective."""
+        """Run the remaining steps, then validate. Return (`RunOutcome`, validation loss or NaN). Collective."""
         exit_file.collect_as_usual()  # user modules may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:
@@ -164,9 +163,9 @@ class TrainingJob:
         return outcome, val_loss
 
     def finish(self, loop: TrainingLoop, outcome: RunOutcome, val_loss: float) -> int:
-        """Report ``outcome``, the result of the steps, and ``val_loss``. Free all resources, and return the exit code.
+        """Report the results of the run, free all resources, and return the exit code. Collective.
 
-        Collective.
+        ``outcome``, ``val_loss``: results of the method `steps`.
         """
         trainer, comm = loop.trainer, loop.session.comm
         entropies = self._entropies(trainer) if comm.rank == 0 else {}

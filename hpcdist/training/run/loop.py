@@ -38,10 +38,7 @@ from hpcdist.training.run.stop_requests import StepRequests, StopReason, StopReq
 
 
 def mean_validation_loss(trainer: Trainer) -> float:
-    """Return the mean loss in nats of the model of ``trainer`` over the validation samples. Collective.
-
-    Return NaN if there are no samples.
-    """
+    """Return the mean validation loss of the model of ``trainer``, or NaN without validation samples. Collective."""
     # The samples do not depend on the number of ranks, so the loss differs only by rounding.
     trainer.flush()
     computes, source = trainer.context.computes, trainer.source
@@ -61,7 +58,7 @@ SAMPLED_STEPS: Final = 2048  # maximum number of steps to keep for medians
 
 
 class StepStatistics:
-    """Statistics of one rank's steps: the first step, sums over the later steps, and a random selection of these."""
+    """Statistics of one rank's steps: the first step, sums over the later steps, and a random sample of later steps."""
 
     # The first step compiles kernels and opens connections. The sample of `SAMPLED_STEPS` steps is drawn by algorithm R
     # of Vitter (1985). The fixed seed makes ranks with equally many steps choose the same steps.
@@ -75,7 +72,7 @@ class StepStatistics:
     def add(self, step_s: float, sent_bytes: float, **figures: float) -> None:
         """Add a step of ``step_s`` seconds, in which this rank sent ``sent_bytes`` bytes.
 
-        ``sent_bytes`` is NaN if MPI chose the algorithm. ``**figures``: further values by name.
+        ``sent_bytes`` is NaN if MPI hides the traffic. ``**figures``: further measurements of the step, by name.
         """
         self.count += 1
         figures |= {"step_s": step_s, "sent_bytes": sent_bytes}
@@ -97,7 +94,7 @@ class StepStatistics:
 
 @dataclass
 class RunOutcome:
-    """Result of a run on this rank: the steps after ``first``, up to ``done``, and the reason of an early end."""
+    """Result of a run on this rank: results of steps ``first + 1`` to ``done``, and the reason of an early end."""
 
     first: int
     done: int
@@ -114,7 +111,7 @@ Protect: TypeAlias = Callable[[int, bool], None]  # `hpcdist.training.run.protec
 
 
 class GrowthRequested(Exception):  # noqa: N818 - not an error: the loop starts again with more ranks
-    """Raised on all ranks after the same step to leave the loop, because ``ranks`` more ranks will join the run."""
+    """Raised on all ranks after the same step to end the loop, because ``ranks`` new ranks will join the run."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(f"{ranks} more ranks")
@@ -139,8 +136,8 @@ class TrainingLoop:
     ) -> None:
         """Open the files of the run in ``directory``. Collective.
 
-        ``attributes``: values to store in the metrics file. ``protect``: function to call after each step,
-        which copies the state to other ranks.
+        ``attributes``: values to store in the metrics file. ``protect``: function that copies the state to other ranks,
+        called after each step, or None.
         """
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
@@ -176,7 +173,7 @@ class TrainingLoop:
         self.step_log = StepLog(trainer, self.metrics, progress)
 
     def run(self) -> RunOutcome:
-        """Train until the last step of the recipe, or until a rank requests a stop."""
+        """Train until the last step of the recipe, or until a rank requests a stop. Return a `RunOutcome`."""
         trainer = self.trainer
         self.begin()
         with trainer.batches(trainer.recipe.run.steps) as batches:
@@ -187,20 +184,20 @@ class TrainingLoop:
         return self.end()
 
     def begin(self) -> None:
-        """Start the clock of the first step, and write the hosts' clock offsets."""
+        """Start the timer of the first step, and write the clock offsets between hosts to the metrics file."""
         self.metrics.note_clocks()
         self._boundary = time.perf_counter()
         self.step_log.shares(self.outcome.done, only_last=False)
 
     def step(self, step: int, batch: MicroBatch) -> None:
-        """Make step number ``step`` (from 1). ``batch``: this replica's samples of the step."""
+        """Run training step number ``step`` (from 1). ``batch``: this replica's samples of the step."""
         trainer = self.trainer
         self._step(step, trainer.cut(trainer.place(batch)))
         if step == trainer.first_step + 1 and self.session.watchdog is not None:
             self.session.watchdog.tighten()  # kernels are compiled, and connections are open
 
     def end(self) -> RunOutcome:
-        """Save a checkpoint unless the last step is saved, and write all ranks' metrics. Return the run's outcome."""
+        """Save a checkpoint unless the last step has been saved. Write all ranks' metrics. Return a `RunOutcome`."""
         self.stop_requests.begun()
         outcome = self.outcome
         self.metrics.flush()
@@ -321,7 +318,7 @@ class TrainingLoop:
         self._note_complete()
 
     def validation_loss(self) -> float:
-        """Return the mean validation loss. If this takes long, print a message first. Collective."""
+        """Return the mean validation loss. Print a message before a long validation. Collective."""
         if (expected_s := self._validation_s()) >= ANNOUNCED_S:
             self.progress.say(f"computing the validation loss: about {expected_s:.0f} s")
         return mean_validation_loss(self.trainer)

@@ -28,22 +28,25 @@ class MembershipChange:
 
 
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return (reaction to rank failures, number of spare ranks), from the variables in ``environment``.
+    """Return (reaction to rank failures, number of spare ranks) from the variables in ``environment``.
 
-    The reaction is one of `SURVIVE_MODES`; "": the job ends.
+    The reaction is one of `SURVIVE_MODES`, or "" if a rank failure ends the job.
     """
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
-        raise ConfigurationError(f"{SURVIVE}={mode!r}; unset {SURVIVE}, or choose one of {', '.join(SURVIVE_MODES)}")
+        raise ConfigurationError(
+            f"{SURVIVE}={mode!r} is invalid; unset {SURVIVE}, or choose one of {', '.join(SURVIVE_MODES)}"
+        )
     if not (spares.isascii() and spares.isdecimal()) or (int(spares) and mode != "replace"):
         raise ConfigurationError(
-            f"{SPARES}={spares!r}; unset {SPARES}, or set {SPARES} to a number of ranks and {SURVIVE} to 'replace'"
+            f"{SPARES}={spares!r} is invalid; unset {SPARES}, or set {SPARES} to a number of ranks and {SURVIVE} to "
+            "'replace'"
         )
     return mode, int(spares)
 
 
 class Membership:
-    """Roles of a job's processes, which are training ranks or spares."""
+    """Roles of all processes of a job. Each process is a training rank or a spare."""
 
     # ``everyone``: communicator of all living processes. ``place``: this process's training rank, or None for a spare.
     # ``size`` and ``wanted``: numbers of training ranks now, and after the next `fill`.
@@ -55,7 +58,7 @@ class Membership:
 
     @classmethod
     def begin(cls, everyone: Communicator, mode: str, spares: int) -> "Membership":
-        """Return the membership of ``everyone`` at the start, where the last ``spares`` ranks do not train. Local.
+        """Return the initial roles of the ranks of ``everyone``. The last ``spares`` ranks are spares. Local.
 
         ``mode``: reaction to rank failures, one of `SURVIVE_MODES`.
         """
@@ -68,37 +71,37 @@ class Membership:
         return cls(everyone, mode, everyone.rank if everyone.rank < size else None, size)
 
     def world(self) -> Communicator | None:
-        """Return the communicator of the training ranks in rank order, or None on a spare rank. Collective."""
+        """Return a new communicator of the training ranks, or None on a spare rank. Collective over all processes."""
         places = self._places()
         self.spares = tuple(rank for rank, place in enumerate(places) if place is None)
         self.leader = places.index(0)
         return self.everyone.split(None if self.place is None else 0, self.place or 0, "training")
 
     def wait(self) -> int:
-        """On a spare rank, sleep until the job ends; return the job's exit code. Local.
+        """Sleep on a spare rank until the job ends, and return the job's exit code. Local.
 
-        Raises an error if a rank failed.
+        Raises an error if a rank of the job has failed.
         """
         code = np.zeros(1)
         spawn.sleep_until_message(self.everyone, SPARE_POLL_S).recv(code)
         return int(code[0])
 
     def dismiss(self, code: int) -> None:
-        """Send the job's exit code ``code`` to the spares, so that they exit. Call this on one training rank only."""
+        """Send the exit code ``code`` to the spares, so that the spares exit. Call this on one training rank only."""
         for rank in self.spares:
             with suppress(Exception):  # the spare may have died
                 self.everyone.send(np.array([float(code)]), rank)
 
     def keep(self, used: int) -> None:
-        """Keep only ``used`` training ranks: turn the higher ranks into spares. Local, but all ranks must call this."""
+        """Turn the training ranks ``used`` and above into spares. Local, but all ranks must call this."""
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None
 
     def meet(self) -> MembershipChange:
-        """Find the dead ranks, replace or remove them, and return the change. Collective over the living ranks.
+        """Replace or remove dead ranks, and return a `MembershipChange`. Collective over the living ranks.
 
-        After an error for which `is_rank_failure` is True, all living ranks must call `meet` again.
+        If a rank dies during the call (`is_rank_failure`), all living ranks must call `meet` again.
         """
         # In mode "replace", spares take the ranks of dead processes. Otherwise later ranks are renumbered to close the
         # gaps.
@@ -126,10 +129,9 @@ class Membership:
                 self.place = place
 
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
-        """Start a new process for each dead training rank. Collective over the living ranks.
+        """Start a new process for each missing training rank. Collective over the living ranks.
 
-        Return ``change`` with the number of new processes added. ``description``: picklable object that these
-        processes receive.
+        Return a copy of ``change`` that counts the new processes. ``description``: picklable object for new processes.
         """
         vacant = self._vacant(self._places())
         if vacant:
@@ -157,7 +159,7 @@ class Membership:
         raise error or RankDiedError("a rank died while new processes were added")
 
     def close_up(self) -> None:
-        """Renumber the training ranks from 0 without gaps, after processes died. Collective over ``everyone``."""
+        """Renumber the training ranks from 0 without gaps after a rank failure. Collective over ``everyone``."""
         places = self._places()
         if self.mode == "replace" and not self._vacant(places):
             self.size = self.wanted
@@ -171,7 +173,7 @@ class Membership:
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
     """Join a job in a process that `Membership.fill` started. Collective over ``everyone``, all processes of the job.
 
-    Return the membership, the change that added this process, and the ``description`` from `fill`.
+    Return (`Membership`, `MembershipChange` that added this process, ``description`` that was passed to `fill`).
     """
     vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]

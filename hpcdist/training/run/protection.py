@@ -69,7 +69,7 @@ class StateProtection:
     def keep(self, step: int, now: bool) -> None:
         """Record that ``step`` is complete. Every ``survival.every_steps`` steps, copy the state to a partner rank.
 
-        ``now``: True to copy after this step in any case. Collective.
+        ``now``: True to copy the state after this step in any case. Collective.
         """
         self._done = step
         if step > self._trainer.first_step:
@@ -89,7 +89,7 @@ class StateProtection:
         self._buddies.keep(step, trainer.exchange.pieces(), state.scalars(trainer, step))
 
     def memory(self) -> RankMemory:
-        """Return the state in this rank's memory from which the job can recover after a rank failure. Local."""
+        """Return a `RankMemory`: the state in this rank's memory, to recover from a rank failure. Local."""
         trainer, place = self._trainer, self._trainer.comm.rank
         if self._buddies is not None:
             return RankMemory(self._life, place, copies=self._buddies.copies)
@@ -112,7 +112,7 @@ def holds_whole_state(trainer: Trainer) -> bool:
 
 
 def recover_newest(comm: Communicator, memories: Sequence[RankMemory]) -> SurvivorState | None:
-    """Return the newest state that all ranks can restore from their ``memories``, or None. Collective over ``comm``."""
+    """Return the newest state that the ``memories`` of all ranks together hold, or None. Collective over ``comm``."""
     lives: set[int] = set().union(*comm.allgather_object({memory.life for memory in memories}))
     for life in sorted(lives, reverse=True):
         mine = next((memory for memory in memories if memory.life == life), None)

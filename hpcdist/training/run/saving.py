@@ -42,7 +42,7 @@ class CheckpointSaver:
         return False
 
     def save(self, step: int, **more: Any) -> Path:
-        """Save the state after ``step`` steps. Return the checkpoint's path. ``**more``: further scalars to save."""
+        """Save the state after ``step`` steps. Return the checkpoint's path. ``**more``: additional scalars to save."""
         trainer = self.trainer
         trainer.flush()
         writers = trainer.recipe.checkpoint.writers
@@ -51,16 +51,16 @@ class CheckpointSaver:
     def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
         """Return a `SavePlan` of the tensors and scalars of a checkpoint after ``step`` steps. Local.
 
-        ``more``: further scalars to save.
+        ``more``: additional scalars for the checkpoint.
         """
         plan = state.save_plan(self.trainer, self.directory, step, more)
         faults = self.trainer.faults
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return an array of two flags, 0 or 1: this rank still writes in the background; its last write failed. Local.
+        """Return an array of two flags about background writes. A blocking saver returns an empty array. Local.
 
-        A blocking saver returns an empty array.
+        The first flag is 1 if this rank is still writing. The second flag is 1 if this rank's last write failed.
         """
         return np.zeros(0)  # this saver does not write in the background
 
@@ -72,22 +72,21 @@ class CheckpointSaver:
         return False  # otherwise: all ranks have written, or a rank has failed
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Commit the checkpoint that is being written, once all ranks have written it.
+        """Commit the checkpoint in flight if all ranks have written it. Return the checkpoint's path, else None.
 
-        Return its path if it is now complete, else None. ``sums``: result of `numbers`, summed over all ranks.
-        All ranks raise StorageError if a rank failed.
+        ``sums``: result of `numbers`, summed over all ranks. All ranks raise StorageError if a write failed.
         """
         return None
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint that is being written is complete. Return its path, or None without one.
+        """Complete the checkpoint in flight, and return its path. Return None without a checkpoint in flight.
 
-        On failure, all ranks raise StorageError.
+        All ranks raise StorageError if a write failed.
         """
         return None
 
     def abandon(self) -> None:
-        """Stop writing a checkpoint after a failure. The incomplete checkpoint never becomes visible. Local."""
+        """Stop writing the checkpoint in flight after a failure. The checkpoint never becomes visible. Local."""
 
 
 class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
@@ -112,7 +111,7 @@ class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
 def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
     """Return the saver, blocking or background, that the recipe of ``trainer`` selects. Local.
 
-    ``directory``: directory of the checkpoints.
+    ``directory``: directory for all checkpoints of the run.
     """
     kind = BackgroundCheckpointSaver if trainer.recipe.checkpoint.asynchronous else CheckpointSaver
     return kind(trainer, directory)
@@ -123,10 +122,9 @@ def stripe_checkpoints(
 ) -> None:
     """Set the file-system striping (as of Lustre) of the checkpoint ``directory``. Collective over ``comm``.
 
-    ``state_bytes``: bytes that this rank saves. ``say(text)`` prints the result. A failure does not end the run.
+    ``state_bytes``: number of bytes that this rank saves. ``say``: function that prints the result. The directory is
+    created if it is missing. A failure does not end the run.
     """
-    # ``state_bytes``: size of this rank's part of a checkpoint. ``say`` prints the result. The directory is created if
-    # missing. A failure does not end the run.
     stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
     if not comm.broadcast_object(stripes):
         return
@@ -182,19 +180,19 @@ class CheckpointTimer:
             self._starts.ended(STOPPED if stopped else FINISHED)
 
     def saved(self, seconds: float) -> None:
-        """Record that saving a checkpoint delayed the steps by ``seconds``."""
+        """Record that saving a checkpoint delayed the training by ``seconds``."""
         self._saves.append(seconds)
         self._saved = self._clock()
         if self._starts is not None:
             self._starts.alive(always=True)
 
     def completed(self, seconds: float) -> None:
-        """Record that a checkpoint was complete on disk ``seconds`` after its save began."""
+        """Record that a checkpoint was complete on disk ``seconds`` after the start of the save."""
         self._complete.append(seconds)
 
     @property
     def cost_s(self) -> float:
-        """Median of the seconds by which one save delayed the training. Before the first save, an estimate."""
+        """Median number of seconds by which a save delays the training, or an estimate before the first save."""
         return quantile(self._saves, 0.5) if self._saves else self._guess_s
 
     @property

@@ -38,11 +38,10 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
-    """Return the end of the job in seconds since 1970, or infinity if unknown.
+    """Return the end time of the job in seconds since 1970, or infinity without a time limit.
 
-    It is the earlier of ``started + limit_s`` and Slurm's limit in ``environment``.
+    The end time is the earlier of ``started + limit_s`` and SLURM_JOB_END_TIME in ``environment``.
     """
-    # The result is infinite without both limits.
     ends = math.inf if limit_s is None else started + limit_s
     job_end = environment.get(JOB_END, "")
     if job_end:
@@ -58,7 +57,7 @@ GROW_FILE = "grow"
 
 
 class StopReason(IntEnum):
-    """Reason to stop. Its value is its index in the array of stop requests."""
+    """Reason to stop the run. The value of a reason is the index into the array of stop requests."""
 
     REQUEUE = 0  # signals but Ctrl-C, the stop file, the end of the job: save, and let the scheduler restart the job
     INTERRUPT = 1  # Ctrl-C: save and exit
@@ -68,7 +67,7 @@ EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.I
 
 
 class StopRequests:
-    """Stop requests of this rank: from signals, from the stop file, and because the job's time is up."""
+    """Stop requests of this rank, from signals, from the stop file, and from the time limit of the job."""
 
     # ``ends``: end of the job, in seconds since 1970. A signal requests a stop at the end of a step. Before the first
     # step, a signal can end the process at once.
@@ -95,9 +94,9 @@ class StopRequests:
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
-        """Request a stop once the file ``stop_file`` exists or ``time_up()`` is True. Call this on one rank only.
+        """Let `current` request a stop if the file ``stop_file`` exists or ``time_up()`` is True.
 
-        `current` checks both conditions.
+        Call this on one rank only.
         """
         self._stop_file, self._time_up = stop_file, time_up
 
@@ -108,23 +107,23 @@ class StopRequests:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *callbacks: Callable[[], object]) -> None:
-        """Until `begun` is called, let a signal call ``*callbacks`` and end this process at once. Main thread only."""
+        """Let a signal call ``*callbacks`` and end this process at once, until `begun` is called. Main thread only."""
         for action in callbacks:
             self._at_once.before(action)
         self._at_once.switch(True)
 
     def call_before_exit(self, action: Callable[[], object]) -> None:
-        """Add the function ``action``, to be called before a signal ends this process at once. Local."""
+        """Add ``action`` to the functions that are called before a signal ends this process at once. Local."""
         self._at_once.before(action)
 
     def begun(self) -> None:
-        """Mark the start of the steps: from now on, a signal requests a stop after the current step. Local."""
+        """Mark the start of the training steps. Later signals request a stop after the current step. Local."""
         if self._at_once.on:
             self._at_once.switch(False)
 
     @contextmanager
     def all_saved(self) -> Iterator[None]:
-        """Context manager for work after the last save: a signal ends this process at once. Local."""
+        """Let a signal end this process at once in the body of ``with``, which runs after the last save. Local."""
         self._at_once.switch(self._at_once.started)  # no effect without an earlier call of `starts`
         try:
             yield
@@ -145,13 +144,13 @@ class StopRequests:
         self._wanted[stop_request] = 1.0
 
     def current(self) -> np.ndarray:
-        """Return this rank's stop requests as an array, 0 or 1 per `StopReason`, for the sum over the ranks. Local."""
+        """Return an array with 1 for each `StopReason` that this rank requests, and 0 for other reasons. Local."""
         if self._time_up() or (self._stop_file is not None and self._stop_file.is_file()):
             self._wanted[StopReason.REQUEUE] = 1.0
         return self._wanted
 
     def ranks(self) -> float:
-        """Return the number of training ranks that a user requested with `hpcdist grow`, or 0. Local."""
+        """Return the number of additional ranks that a user has requested with `hpcdist grow`, or 0. Local."""
         if self.grow_file is None or not self.grow_file.is_file():
             return 0.0
         try:
@@ -160,7 +159,7 @@ class StopRequests:
             return 0.0  # not written by `hpcdist grow`, or removed meanwhile
 
     def grown(self) -> None:
-        """Remove the file with the request of `hpcdist grow`, because the ranks have been added. Local."""
+        """Remove the request file of `hpcdist grow`, because the requested ranks have been added. Local."""
         if self.grow_file is not None:
             self.grow_file.unlink(missing_ok=True)
 
@@ -186,16 +185,16 @@ class StepRequests(NamedTuple):
 
     @classmethod
     def of(cls, sums: np.ndarray) -> "StepRequests":
-        """Return a `StepRequests` from ``sums``, the sum of all ranks' `array`."""
+        """Return a `StepRequests` from ``sums``, the results of `array` summed over all ranks."""
         count = len(StopReason)
         flush, save, ranks = sums[count : count + 3].tolist()
         return cls(sums[:count], flush, save, ranks, sums[count + 3 :])
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:
-    """Return INTERRUPT if any rank requests it, else REQUEUE if any rank requests that, else None.
+    """Return INTERRUPT if any rank requests INTERRUPT, else REQUEUE if any rank requests REQUEUE, else None.
 
-    ``counts``: number of ranks with each `StopReason`.
+    ``counts``: array with the number of ranks that request each `StopReason`.
     """
     if counts[StopReason.INTERRUPT] > 0:
         return StopReason.INTERRUPT
@@ -226,7 +225,7 @@ _watches: Final[list[_Watch]] = []  # at most one per process
 
 
 def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
-    """Return 0, or the exit code with which all ranks should save and exit. Collective: all ranks get the same result.
+    """Return 0, or the exit code with which all ranks should exit after saving. Collective. Equal on all ranks.
 
     Call this once per iteration, from the main thread. Code 130 means Ctrl-C. Code 75 (requeue) means a signal such as
     SIGTERM, a file ``stop``, or less than ``margin_s`` seconds before the end of the Slurm job.

@@ -41,7 +41,7 @@ Rank: TypeAlias = Mapping[str, Any]  # figures of one rank by name; figures of s
 
 @dataclass(frozen=True)
 class StepThroughput:
-    """Speed of the steps since the last start of the run. Unknown figures are NaN."""
+    """Speed of the steps since the last start of the run. Unknown values are NaN."""
 
     tokens_per_s: float = math.nan
     step_s: float = math.nan  # the median
@@ -53,14 +53,13 @@ class StepThroughput:
 def lock_step_throughput(
     ranks: Sequence[Rank], workers: Sequence[Rank], targets: float, *, alike: bool = True
 ) -> StepThroughput:
-    """Return the speed of a run in which all ranks make each step together. Local.
+    """Return the `StepThroughput` of a run in which all ranks make each step together. Local.
 
     ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute. ``targets``:
     mean number of loss terms per step.
     """
-    # ``targets``: mean number of targets (tokens or samples) per step. A step takes the time of the slowest worker. The
-    # sent bytes of a step are from the rank that sends most; the result is their median or, if ``alike`` is False,
-    # their mean over the steps.
+    # A step takes the time of the slowest worker. The sent bytes of a step are from the rank that sends most; the
+    # result is the median or, if ``alike`` is False, the mean over the steps.
     if not workers[0]["count"]:
         return StepThroughput()
     slowest = [max(step_s for step_s, *_ in step) for step in zip(*map(_steady, workers), strict=True)]
@@ -80,7 +79,7 @@ def lock_step_throughput(
 
 
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
-    """Return the speed of a run in which workers do not wait for each other. Local.
+    """Return the `StepThroughput` of a run in which workers do not wait for each other. Local.
 
     ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute.
     """
@@ -132,7 +131,7 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return {figure name: value, or None if unknown} of the run in ``directory``, from all ranks. Collective."""
+    """Return the run summary as {name: value or None}, from the measurements of all ranks. Collective."""
     # ``entropies``: n-gram entropies of the training text, used on rank 0.
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -185,9 +184,9 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: value or None}: mean and median of the step time and of the communication fraction. Local.
+    """Return {name: value or None} with the mean and median of step time and of communication fraction. Local.
 
-    ``pace``: speed of the run. ``workers``: measurements of the ranks that compute.
+    ``pace``: speed of the run. ``workers``: one dict of measurements per computing rank.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -244,9 +243,9 @@ def _targets(trainer: Trainer, outcome: RunOutcome) -> float:
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: mean over ``workers``}: total and exposed seconds of reductions per step, and hidden fraction.
+    """Return {name: mean or None}: seconds of reductions per step, exposed seconds, and hidden fraction.
 
-    ``workers``: one dict of measurements per rank that computes.
+    Exposed seconds delay the computation. ``workers``: one dict of measurements per rank that computes.
     """
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
@@ -255,7 +254,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return {figure: mean per step}: layers prefetched in time, layers prefetched late, seconds of waiting.
+    """Return {name: mean per step or None}: layers prefetched in time, layers prefetched late, seconds of waiting.
 
     ``workers``: one dict of measurements per rank that computes.
     """
@@ -270,9 +269,9 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return {transport, such as "shared": bytes per step on the rank that moves most}, or None without steps.
+    """Return {transport: bytes per step on the rank with most bytes}, or None if no steps were made.
 
-    ``ranks``: one dict of measurements per rank. ``sent``: bytes sent in messages, or NaN.
+    ``ranks``: one dict of measurements per rank. ``sent``: bytes sent in messages per step, or NaN if unknown.
     """
     # Each value is a mean over the steps, of the rank with the largest mean. ``sent`` replaces the value of messages.
     made = [rank for rank in ranks if rank["count"]]
@@ -286,15 +285,15 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the bytes per step that the busiest of ``ranks`` reads from shared memory, or None if 0."""
+    """Return the bytes per step that the busiest of ``ranks`` reads from shared memory, or None if the number is 0."""
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 
 
 def describe(summary: dict[str, Any], figure_lines: Sequence[str]) -> str:
-    """Return the text that the console shows for a run's ``summary``.
+    """Return the console text for ``summary``, a result of `summarise`.
 
-    ``figure_lines``: lines of `catalogue_lines` to include.
+    ``figure_lines``: result of `catalogue_lines`, to be included in the text.
     """
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [f"{made}, {summary['parameters']:,} parameters"]
@@ -326,7 +325,7 @@ def describe(summary: dict[str, Any], figure_lines: Sequence[str]) -> str:
 
 
 def catalogue_lines(directory: Path, recipe: Recipe) -> list[str]:
-    """Return the figures of the run in ``directory`` as text lines, or one line with the error that prevents it."""
+    """Return a list of text lines with the measurements of the run in ``directory``, or [a line with the error]."""
     external = ExternalData(planned_steps=recipe.run.steps, costs=partial(electricity_figures, recipe.energy))
     try:
         with regular.damage(directory, regular.FIGURES):

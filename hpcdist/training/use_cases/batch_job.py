@@ -62,9 +62,10 @@ def plan_training(
     job_class: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the job that trains the recipe file ``path`` with ``options`` of `hpcdist submit`. Raises HpcdistError.
+    """Return a `PlannedJob` that trains with the recipe file ``path`` (or None). Raises HpcdistError.
 
-    ``overrides``: values of --set. ``job_class``: type of the job. ``**more``: further fields of the job.
+    ``overrides``: values of --set. ``options``: options of `hpcdist submit`. ``job_class``: type of the job.
+    ``**more``: further fields of the job.
     """
     site = site_search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
@@ -107,11 +108,11 @@ def plan_training(
 def plan_script(
     program: tuple[str, ...], options: Mapping[str, Any], job_class: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the job that runs the command line ``program`` with ``options`` of `hpcdist submit`.
+    """Return a `PlannedJob` that runs the command line ``program``. Raises HpcdistError.
 
-    ``job_class``: type of the job. ``**more``: further fields of the job. Raises HpcdistError.
+    ``options``: options of `hpcdist submit`. ``job_class``: type of the job. ``**more``: further fields of the job. The
+    job gets the HPCDIST_SET__... variables of this process.
     """
-    # The job gets the HPCDIST_SET__... variables of this process.
     site = site_search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
@@ -140,11 +141,11 @@ def size_of(job: BatchJob) -> str:
 def checked_job(
     job: BatchJob, site: SiteProfile, size_text: str, notes: Iterable[str], data_paths: Iterable[str]
 ) -> PlannedJob:
-    """Return a `PlannedJob`: ``job`` and messages for the user. Raises ConfigurationError if ``site`` cannot run it.
+    """Return a `PlannedJob` of ``job``, with messages. Raises ConfigurationError if ``site`` cannot run ``job``.
 
-    ``size_text``: size of the job. ``notes``: further messages. ``data_paths``: files that compute nodes must see.
+    ``size_text``: text about the size of the job. ``notes``: further messages for the user. ``data_paths``: data files.
+    The result lists files that compute nodes cannot see.
     """
-    # Files in ``data`` that compute nodes cannot see cause warnings.
     site_search.check(job, site)
     lines = [f"site {site.name}; {size_text}", *_time_note(job, site), *_core_note(job, site), *notes]
     own_python = not job.python_of_ranks and job.environment is None
@@ -179,7 +180,7 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return ({field: value} for a job of any type, notes for the user). Raises UsageError.
+    """Return ({field: value} of fields that all job types share, list of notes for the user). Raises UsageError.
 
     ``options``: options of `hpcdist submit`.
     """
@@ -194,7 +195,7 @@ def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[s
 
 
 def check_visible(planned: PlannedJob) -> None:
-    """Raise ConfigurationError if other compute nodes cannot see files of the job ``planned``."""
+    """Raise ConfigurationError if other compute nodes cannot see files of the job ``planned``. Local."""
     if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
         return
     raise ConfigurationError(
@@ -204,9 +205,9 @@ def check_visible(planned: PlannedJob) -> None:
 
 
 def check_packages(planned: PlannedJob) -> None:
-    """Raise MissingCapabilityError if ``planned`` needs missing Python modules.
+    """Raise MissingCapabilityError if Python modules that ``planned`` needs are missing.
 
-    If the site's environment may have them, only print a warning.
+    If the site's environment may provide these modules, only print a warning.
     """
     if not planned.missing:
         return
@@ -284,7 +285,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
 
 
 def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
-    """Return the absolute path of ``out`` or, if it is None, of the directory "runs/<name>-<run_id>"."""
+    """Return the absolute path of ``out``, or of "runs/<name>-<run_id>" if ``out`` is None."""
     if out is not None:
         return out.absolute()
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)

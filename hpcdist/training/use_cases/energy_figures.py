@@ -45,13 +45,13 @@ class EnergyReportOptions:
 
 
 def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
-    """Return {figure name: JSON value} of the energy of the run in ``run_dir``. Unknown values are None.
+    """Return {name: JSON value} with the energy results of the run in ``run_dir``. Unknown values are None.
 
     ``options``: settings that replace values of the recipe. Raises HpcdistError.
     """
     path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
+        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the run directory of a training (its --out)")
     metrics, begun = step_metrics.read(path), energy_metrics.read(path)
     recipe = _recipe(run_dir)
     usage = _usage(run_dir)

@@ -23,8 +23,8 @@ def prepare_imported_run(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Create the run directory ``run_dir`` with a recipe for imported ``tensors``. Raises HpcdistError.
 
-    ``path``: recipe file. ``inputs``: model sizes stored with the tensors. Return (model sizes that depend on the
-    data, {tensor name in the file: tensor name in hpcdist}).
+    ``path``: recipe file. ``overrides``: values of --set. ``inputs``: model sizes stored with the tensors. Return
+    ({name of a model size that depends on the data: size}, {tensor name in the file: tensor name in hpcdist}).
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)

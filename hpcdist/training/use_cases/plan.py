@@ -67,7 +67,7 @@ PlanResult = TypeVar("PlanResult")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSubject:
-    """Input of a plan: model, layout, global batch and steps."""
+    """Input of a plan: the model, its parallel layout, the global batch and the number of steps."""
 
     description: ModelDescription
     layout: ParallelLayout
@@ -84,12 +84,12 @@ def plan(
     keys: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Estimate memory, time and energy of a training, as JSON values. Needs neither MPI nor a GPU.
+    """Return a dict of JSON values: memory, time and energy estimates of a training. Needs neither MPI nor a GPU.
 
-    ``cluster``: name or file. ``keys``: values of recipe keys, such as ``{"model.layers": 12}``. ``**options``: options
-    of `hpcdist plan`, such as ``devices=64``. Raises UsageError, and ConfigurationError for impossible plans.
+    ``recipe``: file or None. ``cluster``: name or file of a cluster. ``keys``: {recipe key: value}, such as
+    ``{"model.layers": 12}``. ``**options``: options of `hpcdist plan`, such as ``devices=64``. Unknown values are None.
+    Raises UsageError, and ConfigurationError for impossible plans.
     """
-    # "mfu": model FLOPs utilization. Unknown numbers are None.
     for name in options:
         if name not in OPTIONS:
             near = nearest(name, OPTIONS)
@@ -106,9 +106,9 @@ def plan(
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
     """Return the `PlanEstimate` of ``subject``, a model with layout and batch, on ``cluster``.
 
-    Raises ConfigurationError for an impossible layout. A lack of memory is no error.
+    Raises ConfigurationError for an impossible layout, but not for a lack of memory. Keyword ``simulate``: True to
+    simulate the pipeline if the simulator is available.
     """
-    # ``simulate``: simulate the pipeline if the simulator is available. A lack of memory is no error.
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
     if wrong:
@@ -122,9 +122,9 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return (``make(simulate)``, notes for the user).
+    """Return (result of ``make(simulate)``, notes for the user).
 
-    If the simulator cannot be loaded, call ``make(False)`` instead.
+    ``make``: function that makes a plan. If the simulator cannot be loaded, call ``make(False)`` instead.
     """
     try:
         return make(simulate), ()
@@ -135,7 +135,7 @@ def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tup
 
 
 def read_cluster(name_or_path: str | None) -> Cluster:
-    """Return the shipped cluster of this name, or the cluster in the file of this path. Raises UsageError for None."""
+    """Return the shipped cluster named ``name_or_path``, or the cluster in this file. Raises UsageError for None."""
     from hpcdist.planner.cluster import toml_file
 
     if name_or_path is None:
@@ -146,10 +146,10 @@ def read_cluster(name_or_path: str | None) -> Cluster:
 def subject_from_options(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], cluster: Cluster
 ) -> PlanSubject:
-    """Return the model, layout and batch to plan, from ``options`` of `hpcdist plan`.
+    """Return the `PlanSubject` that the ``options`` of `hpcdist plan` describe.
 
-    ``path``: recipe file or None. ``overrides``: values of --set. ``cluster``: supplies defaults. Raises UsageError
-    or ConfigurationError.
+    ``path``: recipe file or None. ``overrides``: values of --set. ``cluster``: cluster with default values. Raises
+    UsageError or ConfigurationError.
     """
     given = given_values(overrides, options)
     subject = subject_of_values(path, overrides, options, given, cluster)
@@ -165,10 +165,10 @@ def subject_from_options(
 def subject_of_values(
     path: Path | None, overrides: Iterable[str], options: Mapping[str, Any], given: GivenValues, cluster: Cluster
 ) -> PlanSubject:
-    """Return the model, layout and batch to plan, from the values ``given`` on the command line.
+    """Return the `PlanSubject` that the recipe, the ``options`` of `hpcdist plan` and ``given`` describe.
 
-    ``path``: recipe file or None. ``overrides``: values of --set. ``options``: options of `hpcdist plan`. Raises
-    the errors of `subject_from_options`.
+    ``path``: recipe file or None. ``overrides``: values of --set. ``given``: result of `given_values`. Raises the
+    errors of `subject_from_options`.
     """
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
@@ -196,9 +196,9 @@ def subject_of_values(
 def subject_of_recipe(
     recipe: Recipe, title: str, options: Mapping[str, Any] | None = None, given: GivenValues | None = None
 ) -> PlanSubject:
-    """Return the model, layout and batch of ``recipe`` as a `PlanSubject`.
+    """Return a `PlanSubject` with the model, layout and batch of ``recipe``.
 
-    ``title``: name of the plan. ``options``: options of `hpcdist plan`. ``given``: values that replace recipe keys.
+    ``title``: name of the plan. ``options``: options of `hpcdist plan`. ``given``: values that replace recipe values.
     Raises ConfigurationError or DataError.
     """
     options, given = options or {}, given or GivenValues()
@@ -218,7 +218,7 @@ def _subject_of_model(
     description: ModelDescription, options: Mapping[str, Any], given: GivenValues, cluster: Cluster
 ) -> PlanSubject:
     if "run.global_batch" not in given.keys:
-        raise UsageError("give --batch, the global number of samples per step; without a recipe it has no default")
+        raise UsageError("give --batch, the global number of samples per step; it has no default without a recipe")
     notes: list[str] = []
     keys: dict[str, Any] = dict(_ASSUMED_KEYS)
     if "precision.mode" not in given.keys:
@@ -259,12 +259,11 @@ def _subject(
 def with_published_kernels(
     subject: PlanSubject, cluster: Cluster, given: GivenValues | None = None, *, always: bool = False
 ) -> PlanSubject:
-    """Return ``subject`` with Megatron's published kernels if ``cluster`` is not calibrated.
+    """Return a copy of ``subject`` with Megatron's published kernels, or ``subject`` if ``cluster`` is calibrated.
 
-    ``given``: values set by the user, who may have chosen the kernels.
+    ``given``: values set by the user, or None. The kernels change only for transformers on GPUs, and only if the user
+    chose no kernels. A layout that Megatron does not support is changed only with the keyword ``always``.
     """
-    # Only for transformers on GPUs for which the user chose no kernels. Layouts that Megatron does not support are
-    # changed only with ``always``.
     is_measured = cluster.calibrated or not cluster.device.is_accelerator
     is_chosen = given is not None and "implementation" in given.fields
     if is_measured or is_chosen or subject.description.shape is None:

@@ -52,26 +52,26 @@ _STRATEGY: Final = OPTION_KEYS["strategy"]  # also the key that --servers implie
 
 @dataclass
 class GivenValues:
-    """Values that the command line sets, by recipe key and by layout field."""
+    """Values that the command line sets, as {recipe key: value} and {layout field: value}."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)  # of layout fields that no recipe key sets
 
 
 def options_given(options: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the flags, such as --tensor, of those option ``names`` that have a value in ``options``."""
+    """Return a list of flags, such as --tensor, of the option ``names`` that have a value in ``options``."""
     return [flag(name) for name in names if options.get(name) is not None]
 
 
 def flag(name: str) -> str:
-    """Return the command-line flag of the option ``name``, e.g. --kv-heads for kv_heads."""
+    """Return the command-line flag of the option ``name``, such as --kv-heads for kv_heads."""
     return f"--{name.replace('_', '-')}"
 
 
 def given_values(overrides: Iterable[str], options: Mapping[str, Any]) -> GivenValues:
-    """Return the values that the command line sets, by --set (``overrides``) or by other ``options``.
+    """Return the `GivenValues` of the command line. Raises ConfigurationError or UsageError.
 
-    Raises ConfigurationError or UsageError.
+    ``overrides``: values of --set. ``options``: values of the other options, by option name.
     """
     given = GivenValues(settings.overrides(overrides, recipes.known_keys()).values)
     for key, value in given.keys.items():
@@ -249,7 +249,7 @@ def _slots(recipe: "Recipe") -> int:
 def note_unplanned_keys(recipe: "Recipe", shape: "TransformerShape | None", notes: list[str]) -> None:
     """Append a text to the list ``notes`` for each key of ``recipe`` that a plan ignores.
 
-    ``shape``: sizes of the transformer, or None.
+    ``shape``: sizes of the transformer, or None for other models.
     """
     for item in fields(recipe.zero):
         value = getattr(recipe.zero, item.name)

@@ -339,7 +339,7 @@ def test_rank_without_cupy_only_gpu_tensors_are_rejected(comm, gpu, monkeypatch)
     result = torch.ones(2)
     group.allreduce([result], options()).wait()
     assert torch.equal(result, torch.full((2,), float(comm.size)))
-    with pytest.raises(MissingCapabilityError, match=r"No module named 'cupy'\): pip install 'hpcdist\[cuda13x\]'"):
+    with pytest.raises(MissingCapabilityError, match=r"No module named 'cupy'\); run pip install 'hpcdist\[cuda13x\]'"):
         group.allreduce([result.as_subclass(Played)], options())
     group.shutdown()
 

@@ -94,7 +94,7 @@ def test_attention_of_wrapped_modules_matches_whole_samples(window, axis, rng):
     total, gradient = step(wrapped(language_model(seed, **pytorch), x), x, y)
     model = cut_context(wrapped(language_model(seed, window=window), x), axis)
     assert model.stages[-1].output_shape(2) == (2, axis.tokens, VOCABULARY)
-    with pytest.raises(DataError, match="divides samples of data.context = 21 tokens"):
+    with pytest.raises(DataError, match="needs samples of data.context = 21 tokens"):
         axis.cut(x[:, 1:])
     local_data = np.append(*step(model, axis.cut(x), axis.cut(y))[::-1])
     axis.comm.allreduce(local_data)

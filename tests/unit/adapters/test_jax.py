@@ -476,7 +476,7 @@ def test_threads_can_share_a_model(rng):
 def test_sum_loss_is_rejected(rng):
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 7)
-    with pytest.raises(UsageError, match=r"the loss is a sum: .* return losses \(samples, ...\), their mean"):
+    with pytest.raises(UsageError, match=r"the loss is a sum: .* return losses of shape \(samples, ...\)"):
         adapter.wrap(functions, params, lambda y, t: models.squares(y, t).sum(), example=(x, targets))
 
 

@@ -130,7 +130,7 @@ def test_saving_is_unknown_if_forecast_does_not_cover_now():
 @cases(
     "now, hours, deadline, error, words",
     (NOON, 3, NOON + 2 * HOUR, UsageError, "too soon"),
-    (NOON, 3, NOON + 9 * HOUR, ConfigurationError, "has no such time: it covers .* to "),
+    (NOON, 3, NOON + 9 * HOUR, ConfigurationError, "covers too little of this time. It covers .* to "),
     (NOON + 5 * HOUR, 1, NOON + 9 * HOUR, ConfigurationError, "newer or longer forecast"),
     (NOON - 9 * HOUR, 1, NOON - HOUR, ConfigurationError, "covers"),
     (NOON, 0, NOON + HOUR, UsageError, "must be above 0 s"),
@@ -246,7 +246,7 @@ def test_plan_begin_returns_start_and_summary_lines(tmp_path, zone):
         and "saving is unknown: the forecast does not cover" in early[1][1]
         and "12:00+00:00 to" in early[1][1]
     )
-    with pytest.raises(UsageError, match="--carbon needs --time"):
+    with pytest.raises(UsageError, match="give the duration with --time"):
         carbon.plan_begin(path, "4h", None, NOON)
     with pytest.raises(UsageError, match="--within"):
         carbon.plan_begin(path, None, 3600, NOON)

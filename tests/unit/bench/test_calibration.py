@@ -164,7 +164,7 @@ def test_sizes_are_distinct_multiples_of_a_cache_line():
 
 
 def test_too_few_sizes_are_rejected():
-    with pytest.raises(UsageError, match="too few to fit"):
+    with pytest.raises(UsageError, match="too similar for a fit"):
         CalibrationRequest(least_bytes=1024, most_bytes=4096)
 
 

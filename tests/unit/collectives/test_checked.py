@@ -20,7 +20,7 @@ def failure_messages(size, call):
 
     def body(comm):
         comm.checked = True
-        with pytest.raises(CommunicationError, match="came to one collective with different calls") as caught:
+        with pytest.raises(CommunicationError, match="made different collective calls") as caught:
             call(comm)
         return str(caught.value)
 

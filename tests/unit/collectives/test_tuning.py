@@ -80,7 +80,7 @@ def test_load_of_the_busiest_node_is_recorded(monkeypatch):
     monkeypatch.setattr(tuning_cache, "load_per_processor", lambda: next(loads))
     busy, idle, after = tune(2), tune(2), tune(2)
     assert [result[0].source for result in (busy, idle, after)] == ["measured", "measured", "cache"]
-    assert busy[0].load == 0.7 and "beside other work" in idle[0].note
+    assert busy[0].load == 0.7 and "on a busy machine" in idle[0].note
 
 
 def test_cached_choice_that_cannot_run_is_measured_again(tmp_path):

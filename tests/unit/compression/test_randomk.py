@@ -115,7 +115,7 @@ def test_bad_input_is_rejected():
     for density in (0.0, 1.01, float("nan")):
         with pytest.raises(ConfigurationError, match="above 0 and at most 1"):
             RandomK(density=density)
-    with pytest.raises(UsageError, match="encode pieces"):
+    with pytest.raises(UsageError, match="encode it in pieces"):
         RandomK(density=0.1).payload_bytes(2**31)
     with pytest.raises(UsageError, match="float32"):
         encode(RandomK(density=0.5), np.zeros(4), RandomKey(0, 0, 0, 0))

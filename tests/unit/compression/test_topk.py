@@ -113,7 +113,7 @@ def test_bad_input_is_rejected(rng):
         with pytest.raises(ConfigurationError, match="above 0 and at most 1"):
             TopK(density=density)
     assert TopK(density=1e-3).payload_bytes(2**31 - 1) == 8 * 2147484
-    with pytest.raises(UsageError, match=r"more than 2147483647 elements, too many for int32; encode pieces"):
+    with pytest.raises(UsageError, match=r"int32 indices reach 2147483647 elements; encode it in pieces"):
         TopK(density=1e-3).payload_bytes(2**31)
 
 

@@ -149,7 +149,7 @@ with nvml.NvmlDriver() as driver:
     print_json([error_text(lambda: enter([(first, 200.0), (second, watts)])) for watts in {values}])
 """
     for watts, output in zip(values, program([gpu(0), gpu(1)], source), strict=True):
-        assert output.startswith(f"ConfigurationError: {watts:g} W for GPU-01 (H200): expected 100 to 350 W")
+        assert output.startswith(f"ConfigurationError: {watts:g} W is invalid for GPU-01 (H200): expected 100 to 350 W")
     assert not driver_limits(workspace[0]) and not remaining_records(workspace[0])
 
 

@@ -72,7 +72,7 @@ def test_checkpoint_bytes_include_master_and_optimizer_state(precision, slots, e
 
 def test_precision_without_device_peak_is_rejected():
     volta = toml_file.read("v100-dgx2")
-    with pytest.raises(ConfigurationError, match=r"no peak FLOP rate for bfloat16; choose a precision of .*float16"):
+    with pytest.raises(ConfigurationError, match=r"no peak FLOP rate for bfloat16; choose one of .*float16"):
         peak_of(volta, LAYOUT)
     assert peak_of(volta, replace(LAYOUT, activations="float32")) == volta.device.peak_flops["float32"]
 

@@ -33,7 +33,7 @@ MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind 
 
 
 class PeerRanks:
-    """Peers of each rank on the axes of the process grid ``grid``. Ranks after the grid are parameter servers."""
+    """Peers of each rank on the axes of the process grid ``grid``. Ranks beyond the grid are parameter servers."""
 
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
@@ -49,7 +49,7 @@ class PeerRanks:
         return self._places[rank]["pipeline"]
 
     def together(self, rank: int) -> tuple[int, ...]:
-        """Return a tuple of the ranks in compute collectives with ``rank``: its tensor, context and expert peers."""
+        """Return a tuple of ``rank`` and its tensor, context and expert peers, which compute layers collectively."""
         return self._groups[self._group_of(rank)]
 
     def _group_of(self, rank: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class PeerRanks:
         return coordinates["pipeline"], replica // math.lcm(grid.context, grid.expert)
 
     def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """Return a tuple of ``rank`` and the ranks whose grid coordinates differ from it only along ``axes``."""
+        """Return a tuple of the ranks with the coordinates of ``rank`` except on ``axes``. On a server: all servers."""
         if rank >= self.grid.size:
             return self.servers
         others = [other for other in ORDER if other not in axes]
@@ -87,7 +87,7 @@ class DryRun:
         self.messages = self.meetings = 0
 
     def run(self) -> None:
-        """Run all operation lists to their ends. Raises ScheduleError if a rank would wait forever."""
+        """Simulate all operation lists. Raises ScheduleError for a deadlock, or a wrong message or collective."""
         # Each rank runs as far as possible in turn. A round without progress is a deadlock, or the end.
         moving = True
         while moving:
@@ -147,8 +147,8 @@ class DryRun:
         )
         if placement is None or not is_valid or before < 0 or placement.rank_of(before) == placement.rank_of(op.unit):
             raise ScheduleError(
-                f"rank {rank}: {op} sends or receives an input of model unit {op.unit} that no other rank computes; "
-                "remove this operation"
+                f"rank {rank}: {op} sends or receives an input of model unit {op.unit}, but this input does not come "
+                "from another rank; remove this operation"
             )
         ends = [self._pipeline[rank][placement.rank_of(unit)] for unit in (before, op.unit)]
         source, target = ends if onward else ends[::-1]
@@ -175,7 +175,7 @@ class DryRun:
         if len(members) < 2:
             raise ScheduleError(
                 f"rank {rank}: {op} is collective, but no other rank of the pipeline {list(pipeline)} has this "
-                "operation in its list; add the operation to the list of the other rank, or remove the operation here"
+                "operation in its list; add the operation to another list of the pipeline, or remove the operation here"
             )
         return ("copy", op.kind, op.unit, *members), members
 

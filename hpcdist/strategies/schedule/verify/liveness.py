@@ -27,9 +27,9 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Check the ``passes`` of all ranks and return a list of each rank's `Peak`. Raises ScheduleError if invalid.
+    """Check the ``passes`` of all ranks. Return a list of one `Peak` per rank. Raises ScheduleError for invalid passes.
 
-    ``placement``: assignment of layers to ranks. ``names``: text that names each rank in messages.
+    ``placement``: assignment of layers to ranks. ``names``: text that names each rank in error messages.
     """
     # Wrong: ranks wait for each other in a cycle, or a micro-batch does not pass exactly once forward and once back
     # through every chunk.
@@ -58,7 +58,7 @@ def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
         before = done.get(at)
         if kind not in DUE[before]:
             expected = " or ".join(spell((other, *at)) for other in DUE[before]) or "no more passes of this micro-batch"
-            after = f", after {spell((before, *at))}" if before else ""
+            after = f" after {spell((before, *at))}" if before else ""
             raise ScheduleError(f"{name}: found the pass {spell(step)}, expected {expected}{after}; reorder the passes")
         done[at] = kind
         live += (kind is Kind.FORWARD) - (kind in BACK)
@@ -142,7 +142,7 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Operations of one rank in a step, and the data to verify them, such as its layers and their ranges."""
+    """Operations of one rank in a step, and data to verify these operations, such as the rank's layers."""
 
     rank: int
     steps: Sequence[Operation]
@@ -156,7 +156,7 @@ class RankProgram:
     alone: bool  # no exchange is needed: there is no other replica or server
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return a list of pairs (index, operation): all operations whose type is in ``kinds``, in order."""
+        """Return a list of pairs (index, operation) with all operations whose type is in ``kinds``, in list order."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -171,7 +171,7 @@ class RankProgram:
         return [op.range for _, op in self.where(*kinds) if op.range is not None]
 
     def used_by(self, unit: int) -> set[int]:
-        """Return a set: ``unit`` and the other model layers whose parameters layer ``unit`` uses."""
+        """Return the set of the model layers whose parameters layer ``unit`` uses, including ``unit``."""
         return {unit, *self.needs.get(unit, ())}
 
     def refuse(self, why: str) -> ScheduleError:
@@ -196,16 +196,16 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(program: RankProgram) -> None:
-    """Raise ScheduleError if the operations in ``program`` use freed parameters, or do not update parameters."""
+    """Raise ScheduleError if ``program`` uses freed parameters, or ends the step with old parameters."""
     _check_gathers(program)
     _check_residence(program)
     _check_freshness(program)
 
 
 def gathered_peak(program: RankProgram) -> int:
-    """Return the largest number of layers that the rank's ``program`` has gathered at once.
+    """Return the largest number of layers whose parameters are gathered at the same time in ``program``.
 
-    Layers that are never freed do not count.
+    Layers whose parameters are never freed do not count.
     """
     freed = {op.unit for _, op in program.where(Kind.FREE)}
     gathered = most = 0
@@ -216,7 +216,7 @@ def gathered_peak(program: RankProgram) -> int:
 
 
 def activation_peak(program: RankProgram) -> tuple[Peak, int]:
-    """Return (`Peak` of micro-batches in progress, largest number of micro-batches with activations in memory)."""
+    """Return a pair: the `Peak` of ``program``, and the peak number of micro-batches with activations in memory."""
     # The second result excludes micro-batches whose activations were freed and are not recomputed yet.
     chunks = program.place[0].of(program.place[1]) if program.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}

@@ -21,7 +21,7 @@ from hpcdist.strategies.schedule.verify.liveness import RankProgram
 
 @dataclass(frozen=True)
 class Proof:
-    """Memory use and message counts of a training step. Its operations were verified."""
+    """Peak micro-batch counts and message counts of a training step whose operations were verified."""
 
     # Largest number of micro-batches on each pipeline rank, by state (``live`` to ``both``).
     live: tuple[int, ...]  # after forward, before backward (or its input-gradient half)
@@ -45,9 +45,9 @@ def verify(
     placement: StagePlacement | None = None,
     experts: Mapping[int, Range] | None = None,
 ) -> Proof:
-    """Check that the operations of all ranks form one correct step. Return a `Proof`; raises ScheduleError. Local.
+    """Verify the operations of all ranks in a step. Return a `Proof`. Raises ScheduleError for a wrong step. Local.
 
-    ``lists``: operations of each rank.
+    ``lists``: list of operations of each rank.
     """
     # ``units``: flat parameter range of each model unit. ``needs``: other units whose parameters a unit uses.
     # ``placement`` None: derived from ``lists``. ``experts``: flat range of each unit's experts, sharded over

@@ -14,7 +14,7 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(program: RankProgram) -> None:
-    """Raise ScheduleError if the rank's ``program`` mixes parameters with neighbours in a wrong order (gossip)."""
+    """Raise ScheduleError if the gossip operations (MIX_START, MIX_WAIT, MIX) in ``program`` have a wrong order."""
     # MIX_START starts the exchange with neighbours, MIX_WAIT waits for their parameters, MIX averages. Parameters must
     # not change between MIX_START and MIX_WAIT.
     in_flight: list[Operation] = []
@@ -85,7 +85,7 @@ ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL, Kind.
 
 
 def check(program: RankProgram) -> None:
-    """Raise ScheduleError if the program of one rank is not a valid training step."""
+    """Raise ScheduleError if ``program`` is not a valid list of one rank's operations in a training step."""
     _check_passes(program)
     _check_gradients(program)
     _check_rounds(program)
@@ -233,7 +233,7 @@ def _check_sums(program: RankProgram) -> None:
         if op.range is not None and any(times != 1 for _, times in coverage(op.range, reduced)):
             raise program.refuse(
                 f"{op} needs operations REDUCE or PUSH that cover every part of its parameter range exactly once; "
-                "correct their ranges"
+                "correct the ranges of the REDUCE or PUSH operations"
             )
 
 

@@ -267,7 +267,7 @@ def site(sbatch):
     (["--nodes=1", "--account=a", "--partition=shrot"], 78, "nearest known is 'short'"),
     (["--nodes=1", "--account=a", "--ranks-per-node=5", "--set=run.device=gpu"], 78, "a node of the site alps has 4"),
     (["--nodes=1", "--account=a", "--partition=short", "--gpus-per-node=3"], 78, "partition short of alps has 2"),
-    (["--nodes=1", "--account=a", "--ranks-per-node=4", "--cpus-per-task=5"], 78, "= 20 cores"),
+    (["--nodes=1", "--account=a", "--ranks-per-node=4", "--cpus-per-task=5"], 78, "needs 20 cores"),
     (["--nodes=1", "--account=a", "--set=run.device=gpu", "--gpus-per-node=0"], 78, "--gpus-per-node 0"),
     (["--nodes=1", "--account=a", "--stage-data"], 78, "data.path is empty"),
     (["--nodes=1", "--account=a", "--within=24h"], 2, "--within has no effect without --carbon"),

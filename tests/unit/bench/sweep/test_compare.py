@@ -215,7 +215,7 @@ def test_markdown_is_a_table(tmp_path, rng):
 def test_invalid_threshold_is_a_usage_error(tmp_path, rng, threshold):
     path = write_results(tmp_path / "a.h5", rng, {key(): 1e-3})
     done = CliRunner().invoke(results_compare, [str(path), str(path), "--threshold", threshold])
-    assert done.exit_code == 2 and "expected a share" in done.output
+    assert done.exit_code == 2 and "expected a percentage or a fraction" in done.output
 
 
 def test_unreadable_or_mixed_files_are_rejected(tmp_path, rng):

@@ -114,7 +114,7 @@ def test_all_to_all_rejects_bad_calls_before_sending(comm):
                 call(comm, send, receive[:5], thirds, thirds)
             with pytest.raises(UsageError, match="one range of the buffer for each rank"):
                 call(comm, send, receive, thirds[:2], thirds)
-            with pytest.raises(UsageError, match=f"rank {comm.rank} sends itself 2 elements, but receives 1 from"):
+            with pytest.raises(UsageError, match=f"rank {comm.rank} sends itself 2 elements, but receives 1;"):
                 call(comm, send, receive, thirds, [Range(part.start, part.start + 1) for part in thirds])
             with pytest.raises(BufferHandoverError, match="of one dtype, got float64 .* float32 to receive"):
                 call(comm, send, receive.astype(np.float32), thirds, thirds)

@@ -213,7 +213,7 @@ def test_gpu_arrays_give_the_same_bits(gpu, dtype, rng):
 
 
 def test_wrong_call_errors_name_the_expected_call():
-    with pytest.raises(UsageError, match="2 logical shards for 3 ranks"):
+    with pytest.raises(UsageError, match="2 logical shards are too few for 3 ranks"):
         run_threads(3, lambda comm: FixedTree(comm, 2))
     tree = FixedTree(solo(), 3)
     buffer = np.zeros(4, np.float32)

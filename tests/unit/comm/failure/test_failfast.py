@@ -123,7 +123,7 @@ def test_agreed_exit_of_survivable_job_is_recorded_and_immediate(tmp_path):
 def test_exceeded_recovery_limit_aborts_the_job():
     ended = run("failfast.set_recovery_limit(60)\nfailfast.set_recovery_limit(0.05)\ntime.sleep(60)")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
-    assert "DeadlineError: a rank died, and the others did not go on within 0.05 s" in ended.stderr
+    assert "DeadlineError: a rank died, and the others did not continue within 0.05 s" in ended.stderr
     first, *others = (f"failfast.set_recovery_limit({limit})\n" for limit in ("0.2", "None", "float('inf')"))
     gone_on = run(f"{first}{others[0]}time.sleep(0.5)\n{others[1]}")
     assert (gone_on.returncode, gone_on.stdout, gone_on.stderr) == (0, "", "")

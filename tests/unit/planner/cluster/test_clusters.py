@@ -105,7 +105,7 @@ def test_cluster_is_read_from_a_path(tmp_path):
 
 
 def test_error_for_an_unknown_name_suggests_the_nearest():
-    with pytest.raises(ConfigurationError, match="no cluster 'a100-seline'; the nearest is 'a100-selene'; known are"):
+    with pytest.raises(ConfigurationError, match="no cluster 'a100-seline'; the nearest is 'a100-selene'; choose"):
         toml_file.read("a100-seline")
 
 

@@ -75,7 +75,7 @@ def test_written_schedule_is_read_back(name, ranks, microbatches, chunks, commen
         r"^the file, line 6, rank 1: the pass F1.1 is out of range.* the chunks of this rank are 0 to 0",
     ),
     ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: found the pass B0.0, expected F0.0"),
-    ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: found the pass W1.0, expected B1.0 or I1.0, after F1.0"),
+    ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: found the pass W1.0, expected B1.0 or I1.0 after F1.0"),
     ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has 1 lines of passes, expected 2: one line"),
     ("looped", "circular", r"^the file: placement = circular, chunks = 1; placement must be looped or folded"),
     ("chunks = 1", "chunks = 0", r"^the file: placement = looped, chunks = 0; placement must be looped or folded"),

@@ -162,8 +162,8 @@ def test_shared_memory_across_nodes_is_rejected(tmp_path, algorithm, strategy):
     ("nativ<=4096,ring", "row 'nativ<=4096' is unknown, did you mean native;"),
     ("native<=4K,ring", "row 'native<=4K': sizes are plain bytes: 4096, not 4K;"),
     ("native<=8,ring<=4,ring", "row 'ring<=4': sizes must ascend, but the previous row has 8;"),
-    ("native<=8,ring<=16", "row 'ring<=16': the last row has no size;"),
-    ("native,ring", "row 'native': only the last row has no size;"),
+    ("native<=8,ring<=16", "row 'ring<=16': the last row must have no size;"),
+    ("native,ring", "row 'native': every row but the last needs a size;"),
     ("rong", "'rong' is unknown, did you mean ring;"),
     ("", "'' is unknown;"),
 )

@@ -175,9 +175,9 @@ def test_names_without_elements_are_rejected(tmp_path):
 
     assert_rejected("cannot be opened: .*too many links", h5py.SoftLink("/other"))
     assert_rejected("is a link to a missing file or object", h5py.SoftLink("/nothing"))
-    assert_rejected("uint8, without a shape", h5py.Empty(np.uint8))
+    assert_rejected("dtype uint8 and has no shape", h5py.Empty(np.uint8))
     assert_rejected("no dataset (tokens|x); the file holds", np.dtype(np.uint8))
-    assert_rejected("a single value; expected an array with rows", np.uint8(3))
+    assert_rejected("is a single value; expected an array with", np.uint8(3))
     assert_rejected("expected", np.array([b"a", b"b"]))
     assert_rejected("expected", np.zeros(3, [("a", np.uint8)]))
 
@@ -308,7 +308,7 @@ def test_tables_are_read(tmp_path, rng, options):
 
 @cases(
     "x, y, message",
-    (np.zeros((3, 2)), np.zeros(4, int), "x has 3 rows but y has 4"),
+    (np.zeros((3, 2)), np.zeros(4, int), "x has 3 rows, but y has 4"),
     (np.zeros(3), np.zeros(3, int), "expected real numbers"),
     (np.zeros((3, 2), complex), np.zeros(3, int), "expected real numbers"),
     (np.zeros((3, 2)), np.zeros(3), "expected integer classes"),
