@@ -35,7 +35,7 @@ _BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 @dataclass(frozen=True)
 class CompareSide:
-    """Iteration durations of a configuration in a results file. ``session``: number of each iteration's process."""
+    """Iteration durations of a configuration in a results file. ``session``: per iteration, index of its process."""
 
     times_s: np.ndarray
     session: np.ndarray

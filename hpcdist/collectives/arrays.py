@@ -47,7 +47,7 @@ def allreduce(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array: 
 @overload
 def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number: ...
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
-    """Reduce ``array`` in place over all ranks, and return the result. Collective over keyword-only ``comm``.
+    """Reduce ``array`` in place over all ranks, and return the result. Collective over ``comm``.
 
     ``array``: numpy or cupy array or PyTorch tensor, of equal shape on all ranks, or a number. ``op``: "sum", "mean",
     "max" or "min".
@@ -87,7 +87,7 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 
 
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
-    """Reduce ``array`` over all ranks. Return this rank's rows of the result. Collective over keyword-only ``comm``.
+    """Reduce ``array`` over all ranks. Return this rank's rows of the result. Collective over ``comm``.
 
     ``array`` has the same shape on all ranks. Its rows are split as by `numpy.array_split`. ``op``: see `allreduce`.
     """
@@ -104,7 +104,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 
 
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
-    """Concatenate all ranks' arrays along the first axis, in rank order. Collective over keyword-only ``comm``."""
+    """Concatenate all ranks' arrays along the first axis, in rank order. Collective over ``comm``."""
     where = communicator_of(comm)
     array = _accept(where, array, "all_gather")
     fingerprint = zlib.crc32(repr((array.shape[1:], name_of(array.dtype))).encode())
@@ -123,7 +123,7 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
 
 
 def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
-    """Overwrite ``array`` with rank ``root``'s array, and return ``array``. Collective over keyword-only ``comm``."""
+    """Overwrite ``array`` with rank ``root``'s array, and return ``array``. Collective over ``comm``."""
     where, root = communicator_of(comm), whole_number("root", root)
     view = _accept(where, array, "broadcast", in_place=True)
     _on_flat(view, lambda flat: tree.broadcast(where, flat, root), where.rank != root)
@@ -131,7 +131,7 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
 
 
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
-    """Send ``parts[q]`` to rank q. Return the received arrays in rank order. Collective over keyword-only ``comm``."""
+    """Send ``parts[q]`` to rank q. Return the received arrays in rank order. Collective over ``comm``."""
     where = communicator_of(comm)
     if not hasattr(parts, "__len__") or getattr(parts, "ndim", 1) == 0 or len(parts) != where.size:
         count = len(parts) if getattr(parts, "ndim", 1) and hasattr(parts, "__len__") else "no"

@@ -50,9 +50,9 @@ class Topology:
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the link class of the messages between ranks r and r XOR ``distance``, for all r.
+        """Return the link class of an exchange in which every rank r sends to rank r XOR ``distance``.
 
-        NODE if all these messages stay within nodes, else CROWDED (all ranks of a node send to other nodes at once).
+        The link class is NODE if all messages stay within nodes, else CROWDED: all ranks of a node send to other nodes.
         """
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED

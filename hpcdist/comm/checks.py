@@ -148,7 +148,7 @@ def announce_refusal(
 
 
 def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
-    """Return ``function``, the allreduce ``algorithm``, with a prior check that all ranks make equal calls. Local."""
+    """Wrap ``function``, the allreduce ``algorithm``: a call first checks that all ranks make the same call. Local."""
 
     def compare_then_run(comm: ComparableCommunicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"

@@ -67,7 +67,7 @@ _LAST: Final = np.uint32(BINS - 1)
 
 @jit
 def bin_of(magnitude: Any) -> Any:
-    """Return the index of the histogram bin of a ``magnitude`` in [0, 1]. For compiled kernels."""
+    """Return the index of the histogram bin of a ``magnitude`` in [0, 1]. Called by compiled kernels."""
     # The bits of positive floats are ordered as their values, so a bin is an exponent and the 5 upper fraction bits.
     word = np.uint32(bits_of(magnitude) >> SHIFT)
     above = np.uint32((word if word > BASE else BASE) - BASE)

@@ -33,7 +33,7 @@ def packed_bytes(n: int, bits: int) -> int:
 @jit
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
     """Pack the first ``count`` elements of uint8 ``codes`` into the bytes ``packed``, ``bits`` bits per code."""
-    # For compiled kernels.
+    # Called by compiled kernels.
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
     stride = packed.size
@@ -106,7 +106,7 @@ _STEP: Final = np.float32(2.0**-24)
 
 @jit
 def unit(word: Any) -> Any:
-    """Convert the random uint32 ``word`` to a float32 in [0, 1). For compiled kernels."""
+    """Convert the random uint32 ``word`` to a float32 in [0, 1). Called by compiled kernels."""
     return np.float32(np.float32(np.int32(np.uint32(word >> _SHIFT))) * _STEP)
 
 
@@ -133,7 +133,7 @@ _ONE: Final = np.float32(1.0)
 
 @jit
 def largest(values: Any) -> Any:
-    """Return the largest magnitude in the float32 array ``values``. For compiled kernels."""
+    """Return the largest magnitude in the float32 array ``values``. Called by compiled kernels."""
     # Integer maximum of the bits: a float maximum would not vectorise, because NaN forbids reordering.
     top = np.uint32(0)
     for i in range(values.size):
@@ -148,7 +148,7 @@ largest.sample(lambda: (np.ones(2, np.float32),))
 @jit
 def folded(sums: Any) -> Any:
     """Return the sum of the float64 array ``sums``, which is overwritten. Its size must be a power of two."""
-    # For compiled kernels.
+    # Called by compiled kernels.
     half = sums.size // 2
     while half:
         high = sums[half : 2 * half]
@@ -160,7 +160,7 @@ def folded(sums: Any) -> Any:
 
 @jit
 def norm(values: Any, squares: Any) -> Any:
-    """Return the 2-norm of ``values`` as float32. ``squares``: float64 scratch buffer. For compiled kernels."""
+    """Return the 2-norm of ``values`` as float32. ``squares``: float64 scratch buffer. Called by compiled kernels."""
     for j in range(values.size):
         wide = np.float64(values[j])
         squares[j] = wide * wide
@@ -171,7 +171,7 @@ def norm(values: Any, squares: Any) -> Any:
 @jit
 def lift_of(scale: Any) -> Any:
     """Return a power of two f for which 1 / (f * ``scale``) does not overflow in float32, or 0 if ``scale`` is 0."""
-    # For compiled kernels.
+    # Called by compiled kernels.
     if scale == _ZERO:
         return _ZERO
     return _UP if scale < _SMALL else _ONE

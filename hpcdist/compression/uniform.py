@@ -254,7 +254,7 @@ class Blockwise(BlockCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class Qsgd(BlockCompressor):
-    """Compressor to integers of ``bits`` bits. Each bucket of ``bucket`` values is scaled by its 2-norm."""
+    """Compressor that rounds values to ``bits``-bit integers. A bucket of ``bucket`` values is scaled by its 2-norm."""
 
     bits: int = 4
     bucket: int = 512

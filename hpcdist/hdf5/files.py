@@ -66,9 +66,9 @@ class Blocks(Protocol):
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
-    """Open the HDF5 file ``path`` for reading. Check the file's ``schema`` and maximum ``version``, unless None.
+    """Open the HDF5 file ``path`` for reading. The caller must close the file. Raises StorageError.
 
-    The caller must close the file. Raises StorageError.
+    ``schema``: required schema, or None. ``version``: newest version of the schema that is accepted, or None.
     """
     path = Path(path)
     if not path.is_file():

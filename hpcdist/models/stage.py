@@ -279,7 +279,7 @@ class Stage(Protocol):
 
 
 class MixedStage(Stage, Protocol):
-    """Stage with experts. If experts are sharded, ranks without samples must call `attend` and `attend_backward`."""
+    """Stage with experts. Ranks without samples call `attend` and `attend_backward` to take part in the exchanges."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
         """On a rank without samples, call the collectives of `forward`. Collective over the expert-parallel ranks."""

@@ -108,7 +108,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """Fold host names: n1, n2, n4 become n[1-2,4], and n01, n02 become n[01-02]. Other names stay unchanged."""
+    """Fold host names: n1, n2, n4 become n[1-2,4], and n01, n02 become n[01-02]. Names without numbers stay."""
     plain: list[str] = []
     numbered: dict[str, list[str]] = {}
     for name in sorted(set(names)):

@@ -26,7 +26,7 @@ _HEAD: Final = {"started": "created_utc", "layout": "architecture", "commit": "g
 def report(run_dir: str | Path, external: ExternalData | None = None) -> RunData:
     """Return the data of the run in ``run_dir``, which may be running. Raises StorageError without readable metrics."""
     if not (Path(run_dir) / METRICS_FILE).is_file():
-        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
+        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the --out directory of a training run")
     return run_data.read(Path(run_dir), external)
 
 

@@ -274,10 +274,10 @@ def _decoded(tree: Any, name: str, held: Mapping[str, _Held]) -> Any:
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: Any = None) -> Path:
-    """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over keyword ``comm``.
+    """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over ``comm``.
 
     ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values. All ranks must pass
-    the same keys. Buffers, plain tensors and JSON values are saved from rank 0. Keyword ``step``: by default, the last
+    the same keys. Buffers, plain tensors and JSON values are saved from rank 0. ``step``: by default, the last
     saved step + 1. Raises UsageError for unsupported values, and StorageError on all ranks if a rank cannot write.
     """
     where = communicator_of(comm)
@@ -288,7 +288,7 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
 
 def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, Any] | None:
-    """Restore ``state`` from the newest intact checkpoint in ``directory``. Collective over the keyword ``comm``.
+    """Restore ``state`` from the newest intact checkpoint in ``directory``. Collective over ``comm``.
 
     Models, optimizers, other objects and tensors in ``state`` are restored in place. Return {key: restored value} for
     the tensors and JSON values in ``state``, or None without a checkpoint. Raises StorageError if the keys or shapes in

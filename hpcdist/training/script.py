@@ -159,7 +159,7 @@ class Training:
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
         """Return a ``batch_sampler`` for a PyTorch DataLoader. It yields lists of this replica's sample indices. Local.
 
-        Each epoch has every sample of ``dataset`` once, in random order if the keyword ``shuffle`` is True.
+        Each epoch has every sample of ``dataset`` once, in random order if ``shuffle`` is True.
         """
         # One list of indices per remaining step, which depends only on the run's seed.
         if self._trainer.shares is not None:

@@ -65,7 +65,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` into the array ``into``. With the keyword ``add``, add to ``into`` instead."""
+        """Copy the JAX array ``values`` into the array ``into``. ``add`` True: add to ``into`` instead."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:

@@ -25,7 +25,7 @@ def count_option(*names: str, help: str, default: int | None = None, least: int 
 
 
 def output_options(file: str, plot: str) -> Any:
-    """Return a decorator that adds --output, --json, --plot and --anonymous. ``file``, ``plot``: two help texts."""
+    """Decorator that adds --output (help text ``file``), --plot (help text ``plot``), --json and --anonymous."""
     return stacked(
         click.option("-o", "--output", type=FILE, help=file),
         click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),

@@ -93,7 +93,7 @@ def _by_directory(word: str) -> list[LocatedJob]:
     jobs = _jobs(run_dir, ledger.read(run_dir))
     if not jobs:
         raise ConfigurationError(
-            f"{printable(word)} contains no {JOURNAL_FILE} with jobs: no job was submitted for it; "
+            f"{printable(word)} contains no {JOURNAL_FILE} with jobs: no job was submitted for this directory; "
             "give the --out directory of a submission"
         )
     return jobs

@@ -224,7 +224,7 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
 def allreduce_into(
     comm: Communicator, buffer: np.ndarray, result: np.ndarray, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce ``buffer`` into an `allocate_common` array, ``result``, whose old data all ranks have read. Collective."""
+    """Reduce ``buffer`` into ``result``, an array of `allocate_common` that no rank still reads. Collective."""
     # For p ranks and n bytes, this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes.
     check_buffer(buffer)
     check_buffer(result)

@@ -49,7 +49,7 @@ def step_flops(description: ModelDescription, layout: ParallelLayout, global_bat
 
 
 def matrix_flops(unit: ModelUnit) -> float:
-    """Return the forward FLOPs per sample of the matrix products in one layer of the group ``unit``."""
+    """Return the forward FLOPs per sample of the matrix products in one of the equal layers of ``unit``."""
     return sum(
         2.0 * product.rows * product.inner * product.columns * product.experts * product.share
         for product in unit.products

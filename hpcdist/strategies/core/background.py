@@ -42,9 +42,9 @@ class BackgroundCollectives:
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to reduce-scatter ``gradients`` in place with ``algorithm``: rank r gets the sum of ``shares[r]``.
+        """Start to reduce-scatter ``gradients`` in place with ``algorithm``: rank r gets its range of the sum.
 
-        ``key``: identifier of this call for `wait`.
+        ``shares[r]``: range of rank r. ``key``: identifier of this call for `wait`.
         """
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)

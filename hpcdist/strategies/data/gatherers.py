@@ -134,7 +134,7 @@ class CutGatherer(Gatherer):
         return plan
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. A sharded layer is valid from `gather` to `free`."""
+        """Return all parameters of ``layer``. If ``layer`` is sharded, they are valid from `gather` to `free`."""
         return self._whole.at(layer) if layer in self._cut_layers else self.parameters
 
     def gather(self, op: Operation) -> None:

@@ -271,7 +271,7 @@ def overlap_reductions(
     """Return ``steps`` with each REDUCE split into a nonblocking START and a WAIT, which comes as late as possible.
 
     ``units``: flat parameter range of each layer. ``limit``: maximum number of reductions in flight, or None.
-    ``needs``: for each layer, the layers whose gradients are written by the backward pass of the layer.
+    ``needs[i]``: the layers whose gradients the backward pass of layer i writes.
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()

@@ -169,7 +169,7 @@ class HeadParallelAttention:
 
 
 class RowDropout(LocalDropout):
-    """Dropout of this rank's tokens, for activations that are sharded by tokens."""
+    """Dropout of elements of this rank's tokens, for activations that are sharded by tokens."""
 
     def __init__(self, borders: SequenceBorders) -> None:
         self._borders = borders

@@ -168,7 +168,7 @@ def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None
     """Return the data of the run in ``run_dir``, with ``external`` data from the caller. Raises StorageError."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
-        raise StorageError(f"{run_dir} is not the directory of a run; give the --out directory of a training")
+        raise StorageError(f"{run_dir} is not the directory of a run; give the --out directory of a training run")
     now_ns = time.time_ns() if now_ns is None else now_ns
     path = run_dir / METRICS_FILE
     run = side_tables.read(path) if path.exists() else None

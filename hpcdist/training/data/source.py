@@ -58,7 +58,7 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
     """Return a hexadecimal hash of all elements of the arrays ``columns``. Collective. Raises StorageError.
 
-    ``what``: name of the data for messages. Keyword ``kept_only``: return a cached hash, or "" without a cached hash.
+    ``what``: name of the data for messages. ``kept_only``: return a cached hash, or "" without a cached hash.
     """
     # Ranks with the same files share the work.
     began_ns = time.time_ns()

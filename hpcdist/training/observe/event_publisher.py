@@ -324,7 +324,7 @@ class EventPublisher:
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:
-        """Publish the queued events, and close the sinks. The keyword ``normal`` is True after a run without error."""
+        """Publish the queued events, and close the sinks. ``normal``: True after a run without error."""
         self.publish()
         if self._stream is not None:
             self._stream.close(normal)

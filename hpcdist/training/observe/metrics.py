@@ -102,7 +102,7 @@ class RunMetrics:
         self._streaming.row(step, loss, learning_rate, tokens, wide)
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Write a script's validation loss ``val_loss`` after ``step``. NaN is not written. Only rank 0 writes."""
+        """Write ``val_loss``, the validation loss of a user's script after ``step``, unless NaN. Only rank 0 writes."""
         if self._writer is not None and not math.isnan(val_loss):
             self._writer.evaluation(step, val_loss)
 

@@ -164,7 +164,7 @@ class ChaosConfig:
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
         """Raise ConfigurationError if a fault cannot occur on its rank in a job of ``world`` ranks.
 
-        The first ``computing`` ranks compute; the other ranks are parameter servers. Keyword ``lock_step``: True if
+        The first ``computing`` ranks compute; the other ranks are parameter servers. ``lock_step``: True if
         servers take part in every step.
         """
         for rank in self.slow_ranks:

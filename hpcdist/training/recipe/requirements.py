@@ -50,7 +50,7 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     """Return (process grid of ``recipe`` on ``world`` ranks, `Roles` of workers and parameter servers, or None).
 
     The roles are None without parameter servers, or if every rank computes and serves. Raises ConfigurationError if the
-    recipe does not fit. With the keyword ``chaos``, the ranks in section [chaos] are also checked.
+    recipe does not fit. ``chaos`` True: the ranks in section [chaos] are also checked.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.data.config import STAGES

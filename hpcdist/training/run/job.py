@@ -100,7 +100,7 @@ class TrainingJob:
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective over ``everyone``.
 
-        Keyword ``takes``: True only on rank ``leader``, which takes the lock over if the previous holder is dead.
+        ``takes``: True only on rank ``leader``, which takes the lock over if the previous holder is dead.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)

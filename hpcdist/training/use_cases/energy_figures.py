@@ -51,7 +51,7 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
     """
     path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the run directory of a training (its --out)")
+        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the --out directory of a training run")
     metrics, begun = step_metrics.read(path), energy_metrics.read(path)
     recipe = _recipe(run_dir)
     usage = _usage(run_dir)

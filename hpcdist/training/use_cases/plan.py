@@ -84,7 +84,7 @@ def plan(
     keys: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return a dict of JSON values: memory, time and energy estimates of a training. Needs neither MPI nor a GPU.
+    """Return a dict of JSON values: memory, time and energy estimates of a training run. Needs neither MPI nor a GPU.
 
     ``recipe``: file or None. ``cluster``: name or file of a cluster. ``keys``: {recipe key: value}, such as
     ``{"model.layers": 12}``. ``**options``: options of `hpcdist plan`, such as ``devices=64``. Unknown values are None.
@@ -106,7 +106,7 @@ def plan(
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
     """Return the `PlanEstimate` of ``subject``, a model with layout and batch, on ``cluster``.
 
-    Raises ConfigurationError for an impossible layout, but not for a lack of memory. Keyword ``simulate``: True to
+    Raises ConfigurationError for an impossible layout, but not for a lack of memory. ``simulate``: True to
     simulate the pipeline if the simulator is available.
     """
     description, layout, batch = subject.description, subject.layout, subject.global_batch
@@ -262,7 +262,7 @@ def with_published_kernels(
     """Return a copy of ``subject`` with Megatron's published kernels, or ``subject`` if ``cluster`` is calibrated.
 
     ``given``: values set by the user, or None. The kernels change only for transformers on GPUs, and only if the user
-    chose no kernels. A layout that Megatron does not support is changed only with the keyword ``always``.
+    chose no kernels. A layout that Megatron does not support is changed only if ``always`` is True.
     """
     is_measured = cluster.calibrated or not cluster.device.is_accelerator
     is_chosen = given is not None and "implementation" in given.fields

@@ -137,7 +137,7 @@ def test_jobs_are_selected_by_number_or_run(run, jobs):
     assert code == OK and "GONE" in out and "squeue no longer knows this job" in err
     assert jobs("status", "nix")[0] == USAGE
     code, _, err = jobs("status", run.parent)
-    assert code == CONFIGURATION and "no job was submitted for it" in err
+    assert code == CONFIGURATION and "no job was submitted for this directory" in err
 
 
 def test_ledger_gives_state_of_forgotten_jobs(run, jobs, slurm):
