@@ -38,6 +38,9 @@ SEED = int(os.environ.setdefault(SEED_VARIABLE, str(secrets.randbits(32))))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Ranks print whole lines: without a buffer, `print` writes each argument alone, and the lines of two ranks mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 exit_file.collect_seldom()  # hardly anything that collecting thousands of tests makes is garbage
 
 # Trainings of tests neither measure at their start nor read what this user has measured: `auto` is native.
