@@ -15,7 +15,7 @@ MOST_PUE: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyConfig:
-    """Section ``[energy]`` of a recipe: energy sources, sampling intervals, carbon intensity and price."""
+    """Section ``[energy]``: energy sources, sampling intervals, carbon intensity and price."""
 
     sources: str = key(
         "auto", "Energy counters to read. declared: a model from cpu_tdp_w and gpu_tdp_w.", choices=SOURCES

@@ -42,7 +42,7 @@ EXPERT_KEYS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Section ``[model]`` of a recipe: the architecture and the sizes of the model.
+    """Section ``[model]``: the architecture and the sizes of the model.
 
     Kinds:
         gpt: ``layers`` decoder blocks of width ``hidden`` with ``heads`` heads, trained to predict the next token.

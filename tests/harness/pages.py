@@ -21,7 +21,7 @@ FEW_SAMPLES: Final = {"HPCDIST_SET__RUN__VALIDATION_SAMPLES": "16"}
 PROMPT: Final = "$ "
 ANY_LINES: Final = "..."
 _NUMBER: Final = re.compile(r"(\d[\d,]*(\.\d+)?([eE][-+]?\d+)?|\bnan\b|\binf\b)")
-_UNIT: Final = re.compile(r"(?<=# )([KMGT]?i?B|bytes|[mun]?s|min|h)\b")
+_UNIT: Final = re.compile(r"(?<=# )([KMGT]?i?B|bytes|[mun]?s|min|h|[mkM]?J)\b")
 _BAR: Final = re.compile(r"[-─━=|█▇▆▅▄▃▂▁▏▎▍▌▋▊▉]{2,}|[█▇▆▅▄▃▂▁▏▎▍▌▋▊▉]")
 
 

@@ -143,8 +143,8 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
     shared = kv.shape[2] // (2 * head_size)
     if kv.shape != (batch, context, 2 * shared * head_size) or not shared or columns % (shared * head_size):
         raise UsageError(
-            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}; k key heads of size {head_size} "
-            f"need {2 * head_size} k columns in kv, and a multiple of {head_size} k columns in the queries"
+            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}; with k key heads of size "
+            f"{head_size}, kv must have k * {2 * head_size} columns, and the queries a multiple of k * {head_size}"
         )
     return Heads(batch, context, shared, columns // (shared * head_size), head_size)
 

@@ -209,7 +209,7 @@ def mean_normalised_before_sum(outputs, targets):
     (mean_normalised_before_sum, "it is a sum"),
     (lambda outputs, targets: (mean_loss(outputs, targets), outputs.sum()), "the weight is a tensor with a gradient"),
     (lambda outputs, targets: (mean_loss(outputs, targets), targets), r"the weight is a tensor of shape \(12, 6\)"),
-    (lambda outputs, targets: (*sum_and_weight(outputs, targets), 1), r"returns tuple; .* or \(sum, weight\)"),
+    (lambda outputs, targets: (*sum_and_weight(outputs, targets), 1), r"type tuple; .* or \(sum, weight\)"),
 )
 def test_weighted_mean_without_visible_weights_is_rejected(loss, message, rng):
     (x, y), *_ = draw_batches(rng)

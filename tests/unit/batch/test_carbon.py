@@ -63,7 +63,7 @@ ROW = "2026-11-22T12:00:00Z,300\n"
     ("time,gCO2/kWh\n" + ROW + ROW, "line 3: .* is not after"),
     ("time,gCO2/kWh\n" + ROW + "2026-11-22T13:00:00+01:00,5\n", "line 3: .* is not after"),
     ("time,gCO2/kWh\n2026-11-22T12:00:00,300\n", "line 2: '2026-11-22T12:00:00' has no time zone.* Z for UTC"),
-    ("time,gCO2/kWh\n\n22.11.2026 12:00,300\n", "line 3: '22.11.2026 12:00' is not a time"),
+    ("time,gCO2/kWh\n\n22.11.2026 12:00,300\n", "line 3: '22.11.2026 12:00' is not an ISO 8601 time"),
     ("time,gCO2/kWh\n0001-01-01T00:00:00+01:00,300\n", "in the years 1 to 9999"),
     ("time,gCO2/kWh\n2026-11-22T12:00:00Z\n", "line 2: 1 values, but the header has 2 columns"),
     *(

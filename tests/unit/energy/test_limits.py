@@ -137,7 +137,7 @@ with nvml.NvmlDriver() as driver:
     inside, in_force, why = program([gpu(0)], source)
     assert inside == [["1200", "1200"]] and in_force == [None], "the locked clock cannot be read"
     assert driver_limits(workspace[0])["GPU-00"][1:] == (0, 0)
-    assert why.startswith("ConfigurationError: 2000 MHz for GPU-00 (H200): expected 210 to 1980 MHz")
+    assert why.startswith("ConfigurationError: 2000 MHz is invalid for GPU-00 (H200): expected 210 to 1980 MHz")
 
 
 def test_value_out_of_range_is_rejected_before_any_change(program, workspace):

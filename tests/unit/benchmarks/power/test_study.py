@@ -467,7 +467,7 @@ def test_limits_are_not_changed_without_the_option(recipe, package, tmp_path, mo
 
 def test_limit_out_of_range_is_rejected_first(recipe, package, tmp_path, capsys):
     assert run_study(recipe, "--limits", "90,250", "-o", tmp_path / "power.h5", "--change-limits") == 78
-    assert "250 W for intel-rapl:0" in capsys.readouterr().err and package.read_text() == "150000000"
+    assert "250 W is invalid for intel-rapl:0" in capsys.readouterr().err and package.read_text() == "150000000"
 
 
 def test_limits_are_rejected_in_jobs_of_several_nodes(recipe, package, tmp_path, monkeypatch, capsys):

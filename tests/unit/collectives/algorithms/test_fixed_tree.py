@@ -92,7 +92,7 @@ def test_invalid_shares_are_rejected():
     tree = FixedTree(solo(), 1)
     tree.add(0, np.ones(4))
     for shares in ([], [Range(0, 5)], [Range(0, 2), Range(2, 4)]):
-        with pytest.raises(UsageError, match="4 elements on 1 ranks; give one range within the buffer for each"):
+        with pytest.raises(UsageError, match="4 elements on 1 ranks; pass one range within the buffer for each"):
             tree.reduce_scatter(np.ones(4), shares)
 
 

@@ -104,6 +104,6 @@ def test_bad_ranges_and_segments_are_rejected_before_sending(comm):
                     half(comm, np.zeros((3, 3)), split(9, 3, 8))
         for allreduce in (ring_allreduce, circulant_allreduce, double_tree_allreduce):
             for segment_bytes in (0, -1):
-                with pytest.raises(UsageError, match=f"segment_bytes = {segment_bytes}; it must be at least 1"):
+                with pytest.raises(UsageError, match=f"segment_bytes must be at least 1, .* got {segment_bytes}"):
                     allreduce(comm, np.zeros(6), segment_bytes=segment_bytes)
     assert not traffic.calls

@@ -116,7 +116,7 @@ def test_value_is_read_only_with_new_freshness(node):
     node.renew(energy="1100 J")
     assert track.read(2) == 1_100_000
     node.now_ns += STALE_NS + S
-    assert track.read(3) is None and "freshness has been 9 for 4 s, but expected ten" in track.failure
+    assert track.read(3) is None and "freshness has been 9 for 4 s, but should change" in track.failure
     node.renew(energy="1200 J")
     assert track.read(4) == 1_200_000 and track.failed_reads == 1
 
