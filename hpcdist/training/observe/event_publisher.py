@@ -21,43 +21,12 @@ from hpcdist.energy.energy_metrics import CarbonIntensity
 from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import provenance
-from hpcdist.telemetry.anomalies import DATA_SECONDS, KINDS, Anomalies, Anomaly
-from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.event_stream import EventStream, RunInfo, StreamSink
+from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow
+from hpcdist.telemetry.metrics.quantities import StepRow
+from hpcdist.telemetry.step_events import StepEvents
 from hpcdist.training.build.trainer import Trainer
-
-
-def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
-    """Return a list of the event sinks, such as files, that ``config`` selects. Called only on rank 0.
-
-    ``run``: description of the run. ``say``: function that prints a message.
-    """
-    sinks: list[StreamSink] = []
-    try:
-        if config.jsonl:
-            from hpcdist.telemetry.jsonl import FILE, JsonLines
-
-            sinks.append(JsonLines(run, config))
-            say(f"events: {run.directory / FILE}")
-        if config.tensorboard:
-            from hpcdist.telemetry import tensorboard
-
-            sinks.append(tensorboard.TensorBoard(run, config))
-            say(f"TensorBoard: {run.directory / tensorboard.DIRECTORY}")
-        if config.prometheus != "off":
-            from hpcdist.telemetry.prometheus import PrometheusSink
-
-            prometheus = PrometheusSink(run, config)
-            sinks.append(prometheus)
-            say(f"Prometheus: {prometheus.where}")
-    except BaseException:  # an error closes all sinks
-        for sink in sinks:
-            sink.close(False)
-        raise
-    return sinks
 
 
 def energy_events(
@@ -85,17 +54,7 @@ def energy_events(
     }
 
 
-MOST_RANKS_IN_EVENT: Final = 512  # with more ranks, step events have no figures of single ranks
 MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank that may wait for rows of slower workers
-_OTHER: Final = quantities.key("phase_seconds", "other")
-ANOMALY_QUIET_NS: Final = 60 * 10**9
-# Columns of a metrics row, with their names in sinks.
-_OF_RANKS: Final = {
-    "step_s": "step_seconds",
-    "compute_s": "compute_seconds",
-    "communication_s": "communication_seconds",
-    "update_s": "update_seconds",
-}
 
 
 class EventPublisher:
@@ -110,25 +69,19 @@ class EventPublisher:
         say: Callable[[str], None],
         resumed: int | None,
     ) -> None:
-        self._comm, self._trainer, self._timing, self._say = session.comm, trainer, timing, say
+        self._comm, self._trainer, self._timing = session.comm, trainer, timing
         self._steps: dict[int, tuple[int, float]] = {}  # end time and gradient norm of steps whose rows are pending
         self._overlapped: defaultdict[str, float] = defaultdict(float)  # since the last gather, on this rank
         self._fetched: Counter[str] = Counter()
         self._waited_s, self._made = 0.0, 0  # wait for data and number of steps since the last gather, on this rank
         self._data_s = math.nan  # mean wait for data per step over the ranks
         self._all_waited_s, self._all_made = 0.0, 0  # wait and steps since the start, without its first step
-        self._lines: dict[str, tuple[int, int]] = {}  # by anomaly kind: time of the last line, suppressed lines
-        self._skipped: set[int] = set()  # skipped steps whose rows are pending
-        self._held_up: set[int] = set()  # pending steps that include a checkpoint or a validation
-        self._events: list[RunEvent] = []
-        self._rows: list[StepRow] = []
         self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
-        self._tokens, self._sent_bytes = 0, 0.0
         self._checkpoints = 0
         self._scale = 1.0  # last published loss scale
         self._done = trainer.first_step
         self._saved_bytes = sum(session.comm.allgather_object(trainer.state_bytes()))
-        self._stream: EventStream | None = None
+        self._events: StepEvents | None = None
         if session.comm.rank == 0:
             recipe = trainer.recipe
             run = RunInfo(
@@ -141,23 +94,20 @@ class EventPublisher:
                 resumed,
                 owner=provenance.job_owner(),
             )
-            self._stream = EventStream(build_sinks(run, recipe.telemetry, say), say)
-            self._derived = DerivedFigures(lock_step=trainer.exchange.traits.lock_step)
-            config = recipe.telemetry
-            self._anomalies = Anomalies(
-                loss_spike=config.loss_spike, throughput_drop=config.throughput_drop, unit=trainer.speed_unit
+            self._events = StepEvents(
+                run,
+                recipe.telemetry,
+                say,
+                unit=trainer.speed_unit,
+                lock_step=trainer.exchange.traits.lock_step,
+                done=self._done,
+                tokens=round(recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample),
+                first={"skipped_steps_total": trainer.executor.loss_scale.skipped},
             )
-            self._tokens = round(recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample)
-            initial: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
-            # Counts start at 0, so that dashboards show them from the start.
-            initial |= {quantities.key("anomalies_total", kind): 0 for kind in KINDS}
-            initial |= {"skipped_steps_total": trainer.executor.loss_scale.skipped, "checkpoints_total": 0}
-            self._add("begin", self._done, initial | {"start_timestamp_seconds": run.started_ns / 1e9})
 
-    def _add(self, kind: str, step: int, values: Mapping[str, float | int | str], **more: Any) -> None:
-        if self._stream is not None:
-            valid = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
-            self._events.append(RunEvent(kind, step, valid, **more))
+    def _add(self, kind: str, step: int, values: Mapping[str, float | int | str]) -> None:
+        if self._events is not None:
+            self._events.add(kind, step, values)
 
     def stepped(self, step: int, result: StepResult, waited_s: float) -> None:
         """Record that this rank completed ``step`` with ``result``. The rank waited ``waited_s`` seconds for data."""
@@ -167,14 +117,14 @@ class EventPublisher:
         if step > self._trainer.first_step + 1:
             self._all_waited_s += waited_s
             self._all_made += 1
-        if self._stream is not None:
+        if self._events is not None:
             self._steps[step] = time.time_ns(), result.gradient_norm
             if len(self._steps) > MOST_WAITING_STEPS:
                 del self._steps[next(iter(self._steps))]
             figures = {"loss_scale": result.loss_scale} if result.loss_scale != self._scale else {}
             self._scale = result.loss_scale
             if result.skipped:
-                self._skipped.add(step)
+                self._events.skip(step)
                 figures["skipped_steps_total"] = self._trainer.executor.loss_scale.skipped
             if figures:
                 self._add("skipped", step, figures)
@@ -191,22 +141,21 @@ class EventPublisher:
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
         """Queue the metrics of ``step`` for `publish`. ``ranks``: {metric: one value per rank}. Call this on rank 0."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
-        self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
+        assert self._events is not None
+        self._events.row(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
     def saved(self, step: int, held_s: float) -> None:
         """Record that the checkpoint after ``step`` is complete. The save delayed training by ``held_s`` seconds."""
         self._checkpoints += 1
-        self._hold_up(step + 1)
+        if self._events is not None:
+            self._events.hold_up(step + 1)
         figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
         self._add("checkpoint", step, figures | {"checkpoints_total": self._checkpoints})
 
-    def _hold_up(self, step: int) -> None:
-        if self._stream is not None:  # only rank 0 gets the rows that remove this entry
-            self._held_up.add(step)
-
     def evaluated(self, step: int, loss: float) -> None:
         """Record the validation loss ``loss`` after ``step``. NaN means that the loss is unknown."""
-        self._hold_up(step + 1)
+        if self._events is not None:
+            self._events.hold_up(step + 1)
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
@@ -221,7 +170,7 @@ class EventPublisher:
         ranks = self._comm.allgather_object((*counted, ledger.current, ledger.peak, *waited))
         self._overlapped.clear()
         self._waited_s, self._made = 0.0, 0
-        if self._stream is None:
+        if self._events is None:
             return
         operations, overlapped, fetched, current, peak, *waits = zip(*ranks, strict=True)
         self._data_s, since_start_s = _mean_wait(*waits[:2]), _mean_wait(*waits[2:])
@@ -276,49 +225,10 @@ class EventPublisher:
 
     def publish(self) -> list[RunEvent]:
         """Write the queued events to the sinks, and return a list of these events. Ranks other than 0 return []."""
-        if self._stream is None:
+        if self._events is None:
             return []
-        self._work_out()
-        events, self._events = self._events, []
-        events.sort(key=lambda event: event.time_ns)
-        self._stream.publish(events)
-        return events
-
-    def _work_out(self) -> None:
-        rows, self._rows = self._rows, []
-        for row, figures in zip(rows, self._derived.of(rows), strict=True):
-            self._tokens += int(row.tokens)
-            figures |= {"steps_total": row.step, "tokens_total": self._tokens}
-            if not math.isnan(self._data_s) and (other := figures.get(_OTHER)) is not None:
-                figures |= {DATA_SECONDS: min(self._data_s, other), _OTHER: max(0.0, other - self._data_s)}
-            figures["last_step_timestamp_seconds"] = row.time_ns / 1e9
-            sent = row.ranks.get("sent_bytes")
-            if sent is not None and np.isfinite(sent).all():
-                self._sent_bytes += float(sent.sum())
-                figures["sent_bytes_total"] = self._sent_bytes
-            few = row.ranks if self._comm.size <= MOST_RANKS_IN_EVENT else {}
-            ranks = {_OF_RANKS[name]: values for name, values in few.items() if name in _OF_RANKS}
-            self._add("step", row.step, figures, ranks=ranks, time_ns=row.time_ns)
-            self._flag(row, figures)
-        self._data_s = math.nan
-
-    def _flag(self, row: StepRow, figures: Mapping[str, float]) -> None:
-        special = {"skipped": row.step in self._skipped, "held_up": row.step in self._held_up}
-        self._skipped.discard(row.step)
-        self._held_up.discard(row.step)
-        for anomaly in self._anomalies.of(row.step, row.tokens, figures, **special):
-            self._print_anomaly(anomaly, row.time_ns)
-            count = self._anomalies.counts[anomaly.kind]
-            values: dict[str, float | str] = {quantities.key("anomalies_total", anomaly.kind): count}
-            self._add("anomaly", row.step, values | {"text": anomaly.text}, time_ns=row.time_ns)
-
-    def _print_anomaly(self, anomaly: Anomaly, time_ns: int) -> None:
-        last_ns, silent = self._lines.get(anomaly.kind, (0, 0))
-        if last_ns and time_ns - last_ns < ANOMALY_QUIET_NS:
-            self._lines[anomaly.kind] = last_ns, silent + 1
-            return
-        self._say(anomaly.text + (f" ({silent} more like it before, see `hpcdist report`)" if silent else ""))
-        self._lines[anomaly.kind] = time_ns, 0
+        data_s, self._data_s = self._data_s, math.nan
+        return self._events.publish(data_s)
 
     def end(self) -> None:
         self._add("end", self._done, {})
@@ -326,9 +236,9 @@ class EventPublisher:
     def close(self, *, normal: bool) -> None:
         """Publish the queued events, and close the sinks. ``normal``: True after a run without error."""
         self.publish()
-        if self._stream is not None:
-            self._stream.close(normal)
-            self._stream = None
+        if self._events is not None:
+            self._events.close(normal=normal)
+            self._events = None
 
 
 def _mean_wait(waited_s: Sequence[float], steps: Sequence[int]) -> float:

@@ -6,7 +6,7 @@ A killed run loses the rows of the last seconds.
 import math
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -15,10 +15,10 @@ import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.clock_offsets import HostClocks
-from hpcdist.comm.transport import Message, Request
 from hpcdist.energy.node_rows import append_rows
 from hpcdist.hdf5.datasets import MetricsTable
 from hpcdist.telemetry.metrics import observations, side_tables
+from hpcdist.telemetry.metrics.row_channel import RowChannel
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.event_publisher import EventPublisher
@@ -163,7 +163,6 @@ class RunMetrics:
 
 # A message of 2.3 kB is sent eagerly by MPI libraries, so that no sender waits for rank 0.
 ROWS_PER_MESSAGE: Final = 32
-MESSAGE_COLUMNS: Final = 4 + len(PER_RANK)  # `StepColumns`, and the figures of one rank
 MOST_LEAD_STEPS: Final = 1 << 16  # largest lead over the slowest worker whose rows are kept: 20 MB a worker on rank 0
 
 
@@ -175,10 +174,7 @@ class AsyncRunMetrics(RunMetrics):
     # Only `flush` writes energy samples.
     def __init__(self, comm: Communicator, *of_file: Any) -> None:
         super().__init__(comm, *of_file)
-        self._channel = comm.dup("rows")
-        self._under_way: list[Request] = []
-        self._messages = 0  # messages sent by this rank since the start
-        self._taken: Counter[int] = Counter()  # messages received by rank 0, by sender
+        self._channel = RowChannel(comm)
         self._last: dict[int, int] = {}  # worker -> last step received by rank 0
         self._waiting: dict[int, dict[int, np.ndarray]] = {}  # step -> worker -> row; on rank 0
 
@@ -191,50 +187,35 @@ class AsyncRunMetrics(RunMetrics):
 
     def serve(self) -> None:
         """Send new metrics rows to rank 0. On rank 0, write the rows that have arrived. Does not wait. Local."""
-        self._under_way = [request for request in self._under_way if not request.test()]
         if self._writer is None:
             if self._common and (len(self._common) >= ROWS_PER_MESSAGE or self._overdue()):
                 self._send()
                 self._flushed = time.monotonic()
             return
-        while (message := self._channel.poll()) is not None:
-            self._take(message)
+        self._keep(self._channel.arrived())
         if self._overdue():
             self._write(self._writer)
             self._publish(self._writer)
             self._flushed = time.monotonic()
 
     def _gather(self) -> None:
-        # The counts include messages that MPI still has in flight.
         self._send()
-        counts = self._comm.allgather_object(self._messages)
+        self._keep(self._channel.drain())
         if self._writer is not None:
-            for rank, count in enumerate(counts):
-                while self._taken[rank] < count:
-                    self._take(self._channel.probe(rank))
             self._write(self._writer)
-        for request in self._under_way:
-            request.wait()
-        self._under_way.clear()
 
     def _send(self) -> None:
+        # One row per step: `StepColumns`, and the figures of this rank.
         rows = np.array([[*common, *row] for common, row in zip(self._common, self._own, strict=True)], np.float64)
         self._common, self._own = [], []
         if self._writer is not None:
-            self._keep(self._comm.rank, rows)
+            self._keep([(self._comm.rank, rows)])
             return
         for start in range(0, len(rows), ROWS_PER_MESSAGE):
-            self._under_way.append(self._channel.isend(rows[start : start + ROWS_PER_MESSAGE].reshape(-1), 0))
-            self._messages += 1
+            self._channel.send(rows[start : start + ROWS_PER_MESSAGE])
 
-    def _take(self, message: Message) -> None:
-        rows = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
-        message.recv(rows)
-        self._taken[message.source] += 1
-        self._keep(message.source, rows.reshape(-1, MESSAGE_COLUMNS))
-
-    def _keep(self, worker: int, rows: np.ndarray) -> None:
-        for row in rows:
+    def _keep(self, messages: Sequence[tuple[int, np.ndarray]]) -> None:
+        for worker, row in ((worker, row) for worker, rows in messages for row in rows):
             self._last[worker] = step = int(row[0])
             if step <= min(self._last.values()) + MOST_LEAD_STEPS:
                 self._waiting.setdefault(step, {})[worker] = row

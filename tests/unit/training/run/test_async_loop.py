@@ -195,7 +195,7 @@ def test_rows_of_many_steps_are_sent_in_order_in_short_messages(text, tmp_path):
             if comm.rank == 0:
                 assert len(files.read(tmp_path / "metrics.h5").steps["step"]) == min(end), "the rows of the slowest"
             comm.barrier()
-        return rows._messages
+        return rows._channel._sent
 
     assert run_threads(size, body) == [0, 3 + 2, 0], "full messages, and one that is not"
     result = files.read(tmp_path / "metrics.h5").steps
