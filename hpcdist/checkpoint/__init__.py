@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpcdist.checkpoint.state import Sharded, load, save
+    from hpcdist.checkpoint.state import Sharded, finish_saves, load, save
 
-__all__ = ["Sharded", "load", "save"]
+__all__ = ["Sharded", "finish_saves", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

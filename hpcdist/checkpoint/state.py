@@ -15,10 +15,13 @@ from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import manifest, two_phase
+from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
+from hpcdist.checkpoint.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.exits import at_exit
+from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number
 from hpcdist.errors import StorageError, UsageError
 
@@ -65,11 +68,20 @@ def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
 State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
 
 
-def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
+def save(
+    directory: str | Path,
+    state: State,
+    *,
+    step: int | None = None,
+    keep: int = 2,
+    background: bool = False,
+    comm: AnyComm = None,
+) -> Path:
     """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over ``comm``.
 
     ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
-    value of rank 0. ``step``: None means the newest step + 1. Raises UsageError, or StorageError on all ranks.
+    value of rank 0. ``step``: None means the newest step + 1. ``background``: copy the state and return, while a thread
+    writes it; call `finish_saves` before the program ends. Raises UsageError, or StorageError on all ranks.
     """
     where = communicator_of(comm)
     pieces, values = [], {}
@@ -78,7 +90,7 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
             pieces.append(_piece(where, name, value, split_whole=True)[0])
         else:
             values[name] = value
-    return save_pieces(directory, pieces, values, step=step, keep=keep, comm=where)
+    return save_pieces(directory, pieces, values, step=step, keep=keep, comm=where, background=background)
 
 
 def save_pieces(
@@ -89,13 +101,18 @@ def save_pieces(
     step: int | None,
     keep: int,
     comm: Communicator,
+    background: bool = False,
 ) -> Path:
-    """Save ``pieces`` (tensor slices of this rank) and the JSON ``values`` of rank 0 as a checkpoint. Collective."""
+    """Save ``pieces`` (tensor slices of this rank) and the JSON ``values`` of rank 0 as a checkpoint. Collective.
+
+    ``background``: copy the state, and return before it is written. `finish_saves` completes the checkpoint.
+    """
     # Until this program ends, no other job can save in ``directory``.
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
         raise UsageError(f"keep = {keep}; expected at least 1 checkpoint to keep")
     folder = Path(directory) / FOLDER
+    finish_saves()
 
     def begin() -> int:
         _lock(Path(directory))
@@ -103,7 +120,44 @@ def save_pieces(
 
     number = on_first_rank(comm, begin)
     _check_values(values)
-    return two_phase.save(folder, number, pieces, values, comm, keep)
+    if not background:
+        return two_phase.save(folder, number, pieces, values, comm, keep)
+    savers = comm.caches[_SAVERS]
+    if folder not in savers:
+        savers[folder] = BackgroundCheckpoints(comm)
+    plan = SavePlan(folder, number, comm.size, values, {}, keep)
+    savers[folder].begin(plan, pieces, "rank")
+    _busy.append(savers[folder])
+    return plan.final
+
+
+_SAVERS: Final = PerCommunicator[Path, BackgroundCheckpoints]()
+_busy: Final[list[BackgroundCheckpoints]] = []  # with a checkpoint in progress, equal on all ranks
+
+
+def finish_saves() -> None:
+    """Wait until the checkpoint that a background `save` began is complete. Collective over the ranks of the save.
+
+    Without such a checkpoint, it has no effect. Raises StorageError on all ranks if a rank could not write.
+    """
+    while _busy:
+        _busy.pop().finish()
+
+
+def background_flags() -> np.ndarray:
+    """Return two flags, 0.0 or 1.0: this rank's background save is still writing; it has failed. Local."""
+    return _busy[-1].numbers() if _busy else np.zeros(2)
+
+
+def advance_saves(sums: np.ndarray) -> None:
+    """Commit the checkpoint of a background save once all ranks have written it. Collective if it is in progress.
+
+    ``sums``: sums over all ranks of `background_flags`. Raises StorageError on all ranks if a rank could not write.
+    """
+    if _busy:
+        _busy[-1].settle(sums)
+        if not _busy[-1].is_busy:
+            _busy.pop()
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
@@ -113,6 +167,7 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
     StorageError if an array is missing or has another shape or dtype.
     """
     where = communicator_of(comm)
+    finish_saves()
 
     def take(path: Path | None) -> dict[str, Any] | None:
         return None if path is None else _load(where, path, state)
