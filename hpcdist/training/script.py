@@ -95,6 +95,9 @@ class Training:
             return session, run_directory.prepare_run_directory(session.comm, self.recipe, path, resume, lock)
 
         self._session, run = end_records(begin)  # the flight recorder of this training uses the same directory
+        for stage in model.stages:
+            if hasattr(stage, "share_constants"):
+                stage.share_constants(self._session.comm.broadcast)
         self._job = TrainingJob(self.recipe, run, self._stop_requests, lock, as_json=False, script_model=model)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
         self._loop = self._job.open(self._session, self.recipe, origin)

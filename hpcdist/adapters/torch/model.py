@@ -104,7 +104,7 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
         keys |= {id(parameter): f"{stage.layer}.{name}" for name, parameter in stage.modules.owned.items()}
     group_of: dict[str, Mapping[str, Any]] = {}
     for group in groups:
-        for parameter in group["params"]:
+        for parameter in filter(lambda one: one.requires_grad, group["params"]):
             if id(parameter) not in keys:
                 raise ConfigurationError(
                     f"the optimizer has a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "

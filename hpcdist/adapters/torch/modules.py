@@ -44,18 +44,27 @@ class StageModules:
                 module.training = training
 
     def parameters(self) -> Iterator[tuple[str, "torch.nn.Parameter"]]:
-        """Yield (qualified name, PyTorch parameter) for each parameter of the stage."""
+        """Yield (qualified name, PyTorch parameter) for each trained parameter of the stage."""
         seen: set[int] = set()
         for prefix, module in self.modules:
             for name, parameter in module.named_parameters(prefix):
-                if id(parameter) not in seen:
+                if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
 
-    def buffers(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield (qualified name, PyTorch buffer) for each buffer of the stage."""
+    def constants(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Yield (qualified name, tensor) for each frozen parameter and each buffer, without running statistics."""
+        statistics = self.statistics()
         for prefix, module in self.modules:
-            yield from module.named_buffers(prefix)
+            yield from (pair for pair in module.named_parameters(prefix) if not pair[1].requires_grad)
+            yield from (pair for pair in module.named_buffers(prefix) if pair[0] not in statistics)
+
+    def statistics(self) -> dict[str, "torch.Tensor"]:
+        """Return {qualified name: buffer} of the running statistics of BatchNorm and InstanceNorm modules."""
+        norm = library().nn.modules.batchnorm._NormBase
+        inner_modules = (pair for prefix, module in self.modules for pair in module.named_modules(prefix=prefix))
+        norms = [(name, inner) for name, inner in inner_modules if isinstance(inner, norm)]
+        return {key: buffer for name, inner in norms for key, buffer in inner.named_buffers(name)}
 
     def __str__(self) -> str:
         return " + ".join(f"{prefix or 'module'} ({type(module).__name__})" for prefix, module in self.modules)
@@ -69,7 +78,7 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
     owner: dict[int, tuple[int, str]] = {}  # id of a parameter -> (layer, name there)
     leading: list[tuple[str, torch.nn.Module]] = []
     for prefix, module in modules:
-        news = [parameter for parameter in module.parameters() if id(parameter) not in owner]
+        news = [one for one in module.parameters() if one.requires_grad and id(one) not in owner]
         if news:
             stages.append(StageModules([*leading, (prefix, module)]))
             leading = []
@@ -81,7 +90,7 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
             for name, parameter in stages[-1].parameters():
                 owner.setdefault(id(parameter), (len(stages) - 1, name))
     if not stages:
-        raise UsageError("the modules have no parameter: there is nothing to train; pass a module with parameters")
+        raise UsageError("no parameter of the modules requires a gradient; pass a module with parameters to train")
     chosen = any(module.training for stage in stages for module in stage.all_modules())
     for layer, stage in enumerate(stages):
         stage.modes = {module: module.training or not chosen for module in stage.all_modules()}
@@ -124,17 +133,10 @@ def check_modules(stages: Sequence[StageModules]) -> None:
             raise UsageError(
                 f"{where} is empty; another run may have freed its values. Wrap modules that have all their values"
             )
-        if not parameter.requires_grad:
-            raise UsageError(
-                f"{where} has requires_grad = False and therefore no gradient; register untrained tensors as buffers "
-                "(register_buffer), or set requires_grad = True"
-            )
         if parameter.layout is not torch.strided:
             raise UsageError(f"{where} has the layout {parameter.layout}; convert the parameter with to_dense()")
     _check_alike(parameters)
     _check_memory(parameters)
-    for stage in stages:
-        _check_statistics(stage)
 
 
 def _check_alike(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parameter"]]) -> None:
@@ -151,10 +153,10 @@ def _check_alike(parameters: Sequence[tuple[StageModules, str, "torch.nn.Paramet
                 f"parameter {name} of {stage} is {parameter.dtype} on {parameter.device}, but parameter {first} is "
                 f"{alike.dtype} on {alike.device}; give the modules one dtype and device with module.to"
             )
-        for buffer_name, buffer in stage.buffers():
-            if buffer.device != alike.device:
+        for constant, tensor in (*stage.constants(), *stage.statistics().items()):
+            if tensor.device != alike.device:
                 raise ConfigurationError(
-                    f"buffer {buffer_name} of {stage} is on {buffer.device}, but parameter {first} is on "
+                    f"buffer {constant} of {stage} is on {tensor.device}, but parameter {first} is on "
                     f"{alike.device}; move the modules to one device with module.to"
                 )
 
@@ -180,18 +182,6 @@ def _check_memory(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parame
                 f"parameters {name} of {stage} and {other} of {other_stage} share memory but are two parameters; "
                 "to share a parameter, use the same torch.nn.Parameter in both modules, not a view of it"
             )
-
-
-def _check_statistics(stage: StageModules) -> None:
-    batchnorm = library().nn.modules.batchnorm._NormBase
-    for prefix, module in stage.modules:
-        for name, inner in module.named_modules(prefix=prefix):
-            if isinstance(inner, batchnorm) and inner.track_running_stats:
-                raise UsageError(
-                    f"{name or 'the module'} is a {type(inner).__name__} with running statistics, which would differ "
-                    "between replicas; use GroupNorm or LayerNorm, or "
-                    "track_running_stats=False"
-                )
 
 
 @dataclass(frozen=True)

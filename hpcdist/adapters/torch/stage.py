@@ -45,7 +45,7 @@ class TorchStage:
             for name, parameter in cut.owned.items()
         )
         self._output: tuple[int, ...] | None = None
-        self._buffers = dict(cut.buffers())
+        self._constants = dict(cut.constants())
         self._example: Inputs | None = None
         self.takes_several = layer == 0
         self._inside = False  # True during a pass of the run
@@ -67,6 +67,19 @@ class TorchStage:
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self._specs
+
+    def share_constants(self, broadcast: Callable[[Array], object]) -> None:
+        """Overwrite frozen parameters and buffers with the values of rank 0, by ``broadcast(array)``. Collective."""
+        for _, tensor in (*self.modules.constants(), *self.modules.statistics().items()):
+            plain = tensor.detach().contiguous()
+            if plain.numel():
+                broadcast(array_of(plain.reshape(-1).view(library().uint8)))
+            if plain.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(plain)
+
+    def statistics(self) -> dict[str, Array]:
+        """Return {name: 1-D array over the memory of a running statistic}. Forward passes in training change them."""
+        return {name: array_of(buffer.reshape(-1)) for name, buffer in self.modules.statistics().items()}
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
         """Return the output shape for ``samples`` samples. Raises ConfigurationError if the stage has not run yet."""
@@ -174,7 +187,7 @@ class TorchStage:
             self._inside = False
 
     def _through(self, x: "Inputs") -> "torch.Tensor":
-        before = [buffer._version for buffer in self._buffers.values()]
+        before = [constant._version for constant in self._constants.values()]
         y: Any = x
         for prefix, module in self.modules.modules:
             try:
@@ -191,7 +204,7 @@ class TorchStage:
                     f"{prefix or 'module'} ({type(module).__name__}) in stage {self.layer} returns a "
                     f"{type(y).__name__}; a stage must return one tensor, so that pipelines can split after it"
                 )
-        self._check_buffers(before)
+        self._check_constants(before)
         return y
 
     def _call(self, prefix: str, module: "torch.nn.Module", x: "Inputs") -> Any:
@@ -235,13 +248,14 @@ class TorchStage:
     def _set_mode(self, *, training: bool) -> None:
         self.modules.set_modes(self.modules.modes if training else dict.fromkeys(self.modules.modes, False))
 
-    def _check_buffers(self, before: list[int]) -> None:
-        now = dict(self.modules.buffers())
-        for (name, buffer), version in zip(self._buffers.items(), before, strict=True):
-            if now.get(name) is not buffer or buffer._version != version:
+    def _check_constants(self, before: list[int]) -> None:
+        now = dict(self.modules.constants())
+        for (name, constant), version in zip(self._constants.items(), before, strict=True):
+            if now.get(name) is not constant or constant._version != version:
                 raise UsageError(
                     f"buffer {name} of stage {self.layer}, {self.name}, changes in the forward: replicas would differ, "
-                    "and no checkpoint contains buffers; keep the buffer constant, or make it a parameter"
+                    "and no checkpoint contains buffers other than those of BatchNorm; keep the buffer constant, or "
+                    "use the backend of torch.distributed (hpcdist.torch) instead of Training"
                 )
 
     def _check_written(self, written: set[str]) -> None:

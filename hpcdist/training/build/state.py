@@ -33,7 +33,7 @@ from hpcdist.strategies.data.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
 from hpcdist.training.build.state_source import StateSource, scalars_of
-from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.build.trainer import STATISTICS, Trainer
 from hpcdist.training.data import FEISTEL, RULES
 from hpcdist.training.recipe import recipe as recipes
 
@@ -102,7 +102,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
     optional = trainer.exchange.prepare_restore(optimizer_state if isinstance(optimizer_state, Mapping) else {})
-    origin.fill(trainer.comm, trainer.exchange.wanted(), optional)
+    origin.fill(trainer.comm, trainer.wanted(), {*optional, STATISTICS})
     lacking = [name for name, kind in REQUIRED_SCALARS.items() if not isinstance(resumed.get(name), kind)]
     if not lacking and "count" not in resumed["optimizer"]:
         lacking = ["the number of optimizer updates"]

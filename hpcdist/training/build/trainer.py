@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 
-from hpcdist.arrays.backend import Ledger
+from hpcdist.arrays.backend import Array, Ledger
+from hpcdist.arrays.piece import Piece
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import loss_unit, speed_unit
 from hpcdist.models.model import Model
@@ -29,6 +30,8 @@ from hpcdist.training.data import Prefetcher
 from hpcdist.training.data.samples import FilledSamples
 from hpcdist.training.observe.step_meters import NoiseMeter, RouterMeter
 from hpcdist.training.recipe.recipe import Recipe
+
+STATISTICS: Final = "statistics"  # kind of the checkpoint pieces with running statistics
 
 
 @dataclass(frozen=True)
@@ -158,12 +161,41 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """Return the number of bytes of state that this rank saves in a checkpoint. Local."""
-        return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.exchange.pieces())
+        return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.pieces())
 
     def flush(self) -> None:
-        """Average the parameters over the replicas if the replicas have different parameters. Collective."""
+        """Average parameters and running statistics over the replicas, where the replicas differ. Collective."""
         if self.exchange.flush():
             self.executor.copies.refresh()
+        for values in self._statistics.values():
+            if values.dtype.kind == "f":
+                self.data_axis.allreduce(values)
+                values /= self.data_axis.size
+            else:  # number of batches
+                self.data_axis.allreduce(values, "max")
+
+    @cached_property
+    def _statistics(self) -> dict[str, Array]:
+        # Running statistics of the BatchNorm modules of a script, by name.
+        stages = [self.model.stages[unit] for unit in self.context.units] if self.context.computes else []
+        return {
+            f"{stage.layer}.{name}": values
+            for stage in stages
+            if hasattr(stage, "statistics")
+            for name, values in stage.statistics().items()
+        }
+
+    def pieces(self) -> list[Piece]:
+        """Return a list of the pieces of `exchange` and of running statistics that this rank saves. Local."""
+        saves = self.data_axis.rank == 0 and self.context.speaks
+        return [*self.exchange.pieces(), *(self._statistic_pieces() if saves else ())]
+
+    def wanted(self) -> list[Piece]:
+        """Return a list of the pieces of `exchange` and of running statistics that this rank reads. Local."""
+        return [*self.exchange.wanted(), *self._statistic_pieces()]
+
+    def _statistic_pieces(self) -> list[Piece]:
+        return [Piece.whole(STATISTICS, name, values) for name, values in self._statistics.items()]
 
     def finish(self) -> None:
         """Apply the parameter updates that are still pending after the last step. Collective."""

@@ -86,7 +86,7 @@ class StateProtection:
             return
         trainer = self._trainer
         trainer.flush()
-        self._buddies.keep(step, trainer.exchange.pieces(), state.scalars(trainer, step))
+        self._buddies.keep(step, trainer.pieces(), state.scalars(trainer, step))
 
     def memory(self) -> RankMemory:
         """Return a `RankMemory`: the state in this rank's memory, to recover from a rank failure. Local."""
@@ -96,7 +96,7 @@ class StateProtection:
         # After AGREE the update needs no other rank, so the executor's last step is complete here, even if the
         # failure came before `keep` recorded it.
         done = trainer.executor.updated or self._done
-        live = SurvivorState(done, state.scalars(trainer, done), trainer.exchange.wanted())
+        live = SurvivorState(done, state.scalars(trainer, done), trainer.wanted())
         return RankMemory(self._life, place, live=live)
 
 

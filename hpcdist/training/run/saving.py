@@ -46,7 +46,7 @@ class CheckpointSaver:
         trainer = self.trainer
         trainer.flush()
         writers = trainer.recipe.checkpoint.writers
-        return save_planned(self.plan(step, more), trainer.exchange.pieces(), trainer.comm, writers, self._kept)
+        return save_planned(self.plan(step, more), trainer.pieces(), trainer.comm, writers, self._kept)
 
     def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
         """Return a `SavePlan` of the tensors and scalars of a checkpoint after ``step`` steps. Local.
@@ -104,7 +104,7 @@ class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
         trainer = self.trainer
         trainer.flush()
         plan = self.plan(step, more)
-        self.begin(plan, trainer.exchange.pieces(), trainer.recipe.checkpoint.writers)
+        self.begin(plan, trainer.pieces(), trainer.recipe.checkpoint.writers)
         return plan.final
 
 
