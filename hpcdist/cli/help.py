@@ -22,7 +22,7 @@ GROUPS: Final = {
     "Begin": {
         "start": "Install, first run, and a guide to the pages.",
         "torch": "torch.distributed over MPI in a script with DDP or FSDP2: change two lines.",
-        "torch-checkpoints": "Checkpoints, restarts and stop requests of such a script.",
+        "torch-checkpoints": "Checkpoints, restarts, stop requests and metrics of such a script.",
         "your-model": "Train a PyTorch or JAX model from your own script.",
         "from-ddp": "Names in DDP, FSDP, torchrun and DCP, and their equivalents here.",
         "api": "Collectives, checkpoints, energy and stop requests for any MPI program.",

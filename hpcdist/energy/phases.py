@@ -72,6 +72,21 @@ def window(phase: str) -> Iterator[None]:
         yield
 
 
+def is_open() -> bool:
+    """Return True if `configure` or a `window` has opened the sensors. Local."""
+    return bool(_monitors)
+
+
+def state() -> dict[str, Any]:
+    """Return the energy so far, with earlier starts, as JSON values for `restore`. Collective over all ranks."""
+    return _monitors[0].state()
+
+
+def restore(saved: dict[str, Any] | None) -> None:
+    """Add ``saved``, a result of `state` in an earlier start of the run, to later results. Local."""
+    _monitors[0].restore(saved)
+
+
 def usage() -> dict[str, Any]:
     """Return the energy of all `window` blocks so far, as a dict. Collective over all ranks.
 

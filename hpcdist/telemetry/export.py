@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.reporting.table import csv_text
+from hpcdist.reporting.table import Catalogue, csv_text
 from hpcdist.telemetry.metrics.quantities import PER_RANK, QUANTITIES, DerivedFigures, StepRow, split
-from hpcdist.telemetry.metrics.run_figures import RUN
+from hpcdist.telemetry.metrics.run_figures import figures_of
 from hpcdist.telemetry.page.run_data import RunData
 
 PROJECT: Final = "hpcdist"  # name of the project in Weights & Biases, and of the experiment in MLflow
@@ -108,7 +108,8 @@ def _slashed(key: str) -> str:
 
 
 def _summary(run: RunData) -> dict[str, Any]:
-    return {name: value for name, value in RUN.jsonable([run])[0].items() if value is not None}
+    [figures] = Catalogue(*figures_of(run)).jsonable([run])
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _settings(run: RunData) -> dict[str, str]:

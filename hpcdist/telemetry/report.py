@@ -14,7 +14,7 @@ from hpcdist.reporting import plotting
 from hpcdist.reporting.table import Catalogue, Figure, aligned, markdown, text_of
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.metrics import run_figures
-from hpcdist.telemetry.metrics.run_figures import FIGURES
+from hpcdist.telemetry.metrics.run_figures import FIGURES, figures_of
 from hpcdist.telemetry.page import run_data, step_charts
 from hpcdist.telemetry.page.run_data import ExternalData, RunData
 
@@ -95,7 +95,7 @@ def catalogue(runs: Sequence[RunData], *, details: bool = True) -> Catalogue[Run
     """Return a `Catalogue` to compare ``runs``, with one column per metric. ``details``: include detail metrics."""
     names = {run.run_dir: name for run, name in zip(runs, _names(runs), strict=True)}
     name: Figure[RunData] = Figure("run", lambda run: names[run.run_dir], meaning="last parts of the run directory")
-    return Catalogue(name, *(figure for figure in FIGURES if details or not figure.is_detail))
+    return Catalogue(name, *(figure for figure in figures_of(*runs) if details or not figure.is_detail))
 
 
 def runs_table(runs: Sequence[RunData]) -> tuple[list[list[str]], list[str]]:
@@ -117,7 +117,7 @@ def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
     Unknown values are None. Metrics that are unknown for both runs are left out.
     """
     rows = []
-    for figure in FIGURES:
+    for figure in figures_of(before, after):
         old, new = figure.value(before), figure.value(after)
         is_ratio = not figure.is_fact and isinstance(old, int | float) and isinstance(new, int | float) and old
         rows.append({"figure": figure.name, "before": old, "after": new, "ratio": new / old if is_ratio else None})
@@ -131,7 +131,7 @@ def comparison_text(
 
     ``keys``: dict {recipe key: (value before, value after)}. ``as_markdown``: format the tables as Markdown.
     """
-    names, figures = _names([before, after]), {figure.name: figure for figure in FIGURES}
+    names, figures = _names([before, after]), {figure.name: figure for figure in figures_of(before, after)}
     rows = [["", *names, "ratio"]]
     for row in comparison(before, after):
         figure = figures[row["figure"]]

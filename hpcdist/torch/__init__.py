@@ -6,21 +6,23 @@
 Between floors 6 and 7. Begin with `group.Group` and `calls`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from hpcdist.checkpoint.state import finish_saves
 from hpcdist.comm.mpi.world import start_world
 from hpcdist.comm.start import is_worker, refuse_worker
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.torch import launch, work
 from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
+from hpcdist.torch.metrics import log, phase
 from hpcdist.torch.state import RandomState, load, save, saved
-from hpcdist.training.run.stop_requests import should_stop
+from hpcdist.torch.stop import exit_if_stopped, trainer_callback, until_stop
+from hpcdist.training.run.stop_requests import should_stop, watch_signals
 
 __all__ = [
     "Group",
@@ -28,11 +30,15 @@ __all__ = [
     "RandomState",
     "compress",
     "exit_if_stopped",
+    "finish_saves",
     "load",
+    "log",
     "monitored_barrier",
+    "phase",
     "save",
     "saved",
     "should_stop",
+    "trainer_callback",
     "until_stop",
 ]
 
@@ -61,6 +67,7 @@ def _create(backend: Any, options: Any) -> Group:
         )
     comm = launch.communicator(world, ranks, f"torch{backend.group_id or 0}")
     if not backend.global_ranks_in_group:
+        watch_signals()
         return Group(comm, options or Options(), launch.begin(world, backend.timeout), launch.limit)
     group = Group(comm, options or Options(), limit=launch.limit)
     if backend.timeout != dist.constants.default_pg_timeout:  # else keep the timeout of `init_process_group`
@@ -77,32 +84,6 @@ def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_rank
     if not isinstance(asked, Group):
         raise UsageError("monitored_barrier needs a group of the backend hpcdist; call init_process_group first")
     asked.monitored_barrier(timedelta(seconds=timeout_s), wait_all_ranks)
-
-
-Batch = TypeVar("Batch")
-
-
-def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the elements of ``batches`` until a stop request, such as SIGTERM or the end of the Slurm job. Collective.
-
-    All ranks need the same number of batches, and stop after the same batch. Call `exit_if_stopped` after the loop.
-    """
-    for batch in batches:
-        yield batch
-        if should_stop():
-            return
-
-
-def exit_if_stopped(save: Callable[[], object]) -> None:
-    """If a stop was requested, call ``save()`` and exit with status 75 (requeue), or 130 after Ctrl-C. Collective.
-
-    ``save``: function that saves a checkpoint. The exit also destroys the process group and finalises MPI.
-    """
-    if code := should_stop():
-        save()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        start_world("cpu").exit(code)
 
 
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -9,14 +9,16 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.utils.data._utils import signal_handling
 
 from hpcdist.arrays.gpu import device
+from hpcdist.checkpoint.state import finish_saves
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch.environment import ENERGY
+from hpcdist.comm.launch.environment import ENERGY, RUN_DIR
 from hpcdist.comm.launch.exit_file import STOP_CODES
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.world import DEADLINE, World, record, start_world
@@ -24,6 +26,7 @@ from hpcdist.comm.transport import LARGEST_TAG
 from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import format_joules
+from hpcdist.torch import metrics
 
 _ports: Final = set[str]()  # chosen by this module
 
@@ -108,9 +111,15 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
     program = ExitStack()
     if os.environ.get("MASTER_PORT") in _ports:
         program.callback(_set_address, world)
-    if world.bcast(os.environ.get(ENERGY, "0") == "1"):
+    prints_energy, run_dir = world.bcast((os.environ.get(ENERGY, "0") == "1", os.environ.get(RUN_DIR)))
+    if run_dir:
+        metrics.begin(world, Path(run_dir))
+        program.callback(metrics.end)
+    program.callback(finish_saves)
+    if prints_energy:
         program.callback(_print_joules, world)
-        program.enter_context(phases.window("program"))
+    if prints_energy or run_dir:
+        program.enter_context(phases.window("training"))
     return program.close
 
 

@@ -28,6 +28,7 @@ from hpcdist.comm.mpi.world import communicator_of
 from hpcdist.constants import PROGRESS_FILE
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import atomic
+from hpcdist.torch import metrics
 from hpcdist.torch.buffers import Buffer
 
 TENSOR: Final = "__tensor__"  # in the JSON tree: the dtype of a tensor, whose name is its path in the tree
@@ -273,18 +274,33 @@ def _decoded(tree: Any, name: str, held: Mapping[str, _Held]) -> Any:
     return tuple(members.values()) if TUPLE in tree else members
 
 
-def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: Any = None) -> Path:
+def save(
+    directory: str | Path,
+    state: State,
+    *,
+    step: int | None = None,
+    keep: int = 2,
+    background: bool = False,
+    comm: Any = None,
+) -> Path:
     """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over ``comm``.
 
     ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values. All ranks must pass
     the same keys. Buffers, plain tensors and JSON values are saved from rank 0. ``step``: by default, the last
     saved step + 1. Raises UsageError for unsupported values, and StorageError on all ranks if a rank cannot write.
+
+    ``background``: copy the state and return, while a thread writes it. The checkpoint is complete after one of the
+    next calls of `should_stop` or `save`, or at the latest after `finish_saves` or `destroy_process_group`.
     """
     where = communicator_of(comm)
-    collector = _Collector(where, state)
-    trees = collector.trees()
-    pieces = [held.piece(name, saves=True) for name, held in collector.tensors.items()]
-    return arrays.save_pieces(directory, pieces, trees, step=step, keep=keep, comm=where)
+    with metrics.phase("checkpoint"):
+        collector = _Collector(where, state)
+        trees = collector.trees()
+        pieces = [held.piece(name, saves=True) for name, held in collector.tensors.items()]
+        path = arrays.save_pieces(directory, pieces, trees, step=step, keep=keep, comm=where, background=background)
+    if comm is None:
+        metrics.note_energy()
+    return path
 
 
 def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, Any] | None:
@@ -295,6 +311,7 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
     the checkpoint do not match ``state``.
     """
     where = communicator_of(comm)
+    arrays.finish_saves()
 
     def take(path: Path | None) -> dict[str, Any] | None:
         return None if path is None else _restore(where, path, state)

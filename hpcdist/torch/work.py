@@ -31,6 +31,12 @@ _guard: Final = threading.Lock()  # guards the state of all handles; held briefl
 END_S: Final = 1.0  # maximum wait at exit for a thread that waits for another rank
 ONE_SIZE: Final = ("all_reduce", "broadcast", "reduce")  # operations with equal sizes on all ranks
 LOOK_S: Final = 0.001  # polling interval for NCCL work
+_exposed_s: Final = [0.0]
+
+
+def exposed_s() -> float:
+    """Return the seconds for which threads of the program have waited for collectives, since the start. Local."""
+    return _exposed_s[0]
 
 
 class _Failed:
@@ -302,22 +308,25 @@ class OperationQueue:
             while not work.done:
                 self._perform(self._waiting.popleft())
             return
-        seconds = timeout.total_seconds()
-        if seconds > 0 and self.has_thread:
-            if not work.wait_for_end(seconds):
-                raise DeadlineError(
-                    f"{work.name or 'operation'} on the communicator {self.name} has not ended within {seconds:g} s; "
-                    "check that all ranks have called this operation, or increase the timeout"
-                )
-            return
-        self._turn.acquire()
-        self._runner = threading.get_ident()
+        seconds, start = timeout.total_seconds(), time.perf_counter()
         try:
-            while not work.done:
-                self._perform(self._waiting.popleft())
+            if seconds > 0 and self.has_thread:
+                if not work.wait_for_end(seconds):
+                    raise DeadlineError(
+                        f"{work.name or 'operation'} on the communicator {self.name} has not ended within "
+                        f"{seconds:g} s; check that all ranks have called this operation, or increase the timeout"
+                    )
+                return
+            self._turn.acquire()
+            self._runner = threading.get_ident()
+            try:
+                while not work.done:
+                    self._perform(self._waiting.popleft())
+            finally:
+                self._runner = None
+                self._turn.release()
         finally:
-            self._runner = None
-            self._turn.release()
+            _exposed_s[0] += time.perf_counter() - start
 
     def _perform(self, work: CollectiveWork) -> None:
         # Operations started by callbacks run directly afterwards in the same thread: all ranks have one order.

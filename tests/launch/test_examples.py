@@ -53,6 +53,24 @@ def test_hugging_face_trainer_example_learns_a_text(mpiexec, tmp_path, text):
     assert (tmp_path / "trained" / "model.safetensors").exists()
 
 
+def test_hugging_face_trainer_example_stops_and_continues_with_the_same_bits(tmp_path, text):
+    pytest.importorskip("accelerate")
+    last_weights = []
+    for name, stops in (("whole", False), ("parts", True)):
+        folder = tmp_path / name
+        (folder / "run").mkdir(parents=True)
+        line = ["run", "-n", 2, "--out", "run", "--", "python", EXAMPLES / "trainer.py", text]
+        if stops:
+            (folder / "run/stop").touch()
+            assert jobs.hpcdist(*line, cwd=folder).returncode == 75
+            assert [path.name for path in (folder / "trained").glob("checkpoint-*")] == ["checkpoint-1"]
+        done = jobs.hpcdist(*line, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        last_weights.append((folder / "trained/model.safetensors").read_bytes())
+        assert "samples/s" in jobs.hpcdist("report", folder / "run").stdout
+    assert last_weights[0] == last_weights[1]
+
+
 def test_sweep_example_runs_directly_and_as_a_job_array(tmp_path):
     shutil.copy(EXAMPLES / "sweep.toml", tmp_path)
     listed = jobs.hpcdist("bench", "sweep", "sweep.toml", "--list", cwd=tmp_path)

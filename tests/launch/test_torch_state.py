@@ -93,6 +93,77 @@ def test_state_on_a_mesh_of_replicas_and_shards_continues(launch, tmp_path):
     assert begin == 2 and abs(loss - whole[2]) <= 1e-12 * abs(whole[2])
 
 
+BACKGROUND = """
+import copy
+import torch
+import torch.distributed as dist
+import hpcdist.torch
+
+dist.init_process_group("hpcdist")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 200))
+optimizer = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optimizer": optimizer}
+for step in range(1, 7):
+    model(torch.randn(4, 300)).square().sum().backward()
+    optimizer.step()
+    if step in (2, 4):
+        path = hpcdist.torch.save("out", state | {"step": step}, step=step, background=True)
+        assert not path.exists()  # it is committed by a later collective call
+        saved = copy.deepcopy(model.state_dict())
+    if step == 3:
+        while not hpcdist.allreduce(float(path.exists()), "min"):  # equal on all ranks
+            assert not hpcdist.torch.should_stop()
+    if step == 4:
+        hpcdist.torch.finish_saves()
+        assert path.exists()
+        assert hpcdist.torch.load("out", state | {"step": 0})["step"] == 4
+        assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+hpcdist.torch.save("out", state | {"step": step}, step=step, background=True)
+dist.destroy_process_group()
+"""
+
+
+def test_background_save_holds_the_state_of_its_step(launch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = launch(2, BACKGROUND)
+    assert ended.code == 0, ended.output
+    listing = jobs.hpcdist("checkpoint", "verify", tmp_path / "out")
+    assert listing.returncode == 0 and listing.stdout.count("complete") >= 2, listing.stdout
+    assert sorted(path.name for path in (tmp_path / "out/checkpoints").glob("step-*")) == ["step-4", "step-6"]
+
+
+SIGNALLED = """
+import multiprocessing, os, signal, time
+import torch.distributed as dist
+import hpcdist.torch
+
+dist.init_process_group("hpcdist")
+fork = multiprocessing.get_context("fork")
+is_running = fork.Event()
+
+def work():
+    is_running.set()
+    time.sleep(100)
+
+child = fork.Process(target=work)
+child.start()
+is_running.wait()
+child.terminate()
+child.join(50)
+assert child.exitcode == -signal.SIGTERM, child.exitcode  # handlers are not inherited
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGTERM)  # before the first call of should_stop
+steps = list(hpcdist.torch.until_stop(range(100)))
+hpcdist.torch.exit_if_stopped(lambda: print("saved after", len(steps), flush=True))
+"""
+
+
+def test_signal_after_init_process_group_stops_the_first_iteration(launch):
+    ended = launch(2, SIGNALLED)
+    assert (ended.code, ended.stdout) == (75, "saved after 1\n" * 2), ended.output
+
+
 OWN_FORMAT = """
 import os
 import sys

@@ -134,7 +134,7 @@ class OperationTiming(EventSink):
                 mine.unknown += count * _ITEM_BYTES.get(dtype, 1)
         token = self._inner_begin(comm, op, dtype, count, sent_bytes, peer, tag)
         if mine.inside is not None:
-            mine.sends = True
+            mine.sends = mine.sends or sent_bytes != 0 or op in _RECEIVING
             return token << 2
         kind = mine.kinds.get(op) or mine.kinds.setdefault(op, _Kind(op))
         size = count * _ITEM_BYTES.get(dtype, math.nan) if count or sent_bytes != UNKNOWN_BYTES else math.nan

@@ -1,8 +1,9 @@
 """Hugging Face Trainer over MPI: train a small, randomly initialised model on a text.
 
-mpirun -n 2 python trainer.py TEXT
+hpcdist run -n 2 --out run --restarts 2 -- python trainer.py TEXT
 
-Two lines differ from a torchrun script: the import of hpcdist.torch, and init_process_group.
+Two lines differ from a torchrun script: the import of hpcdist.torch, and init_process_group. The callback saves and
+exits after a stop request such as SIGTERM, and logs to the run directory. The script resumes from its checkpoints.
 Needs pip install 'transformers' 'accelerate'.
 """
 
@@ -15,6 +16,7 @@ import transformers
 import hpcdist.torch
 
 torch.distributed.init_process_group("hpcdist")
+Path("trained").mkdir(exist_ok=True)
 
 CONTEXT, STEPS, BATCH = 64, 40, 4
 bytes_of_text = torch.tensor(list(Path(sys.argv[1]).read_bytes()))
@@ -30,15 +32,19 @@ options = transformers.TrainingArguments(
     per_device_train_batch_size=BATCH,
     learning_rate=3e-3,
     logging_steps=10,
-    save_strategy="no",
+    save_steps=10,
+    save_total_limit=2,
     report_to=[],
     disable_tqdm=True,
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = transformers.Trainer(
-    model=model, args=options, train_dataset=[{"input_ids": row, "labels": row} for row in rows]
+    model=model,
+    args=options,
+    train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    callbacks=[hpcdist.torch.trainer_callback()],
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=transformers.trainer_utils.get_last_checkpoint("trained"))
 if torch.distributed.get_rank() == 0:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"loss {losses[0]:.2f} to {losses[-1]:.2f} on {trainer.accelerator.num_processes} ranks")

@@ -49,7 +49,7 @@ NOTES: Final = MetricsTable(
 
 KINDS: Final = (
     "begin", "step", "evaluation", "checkpoint", "skipped", "anomaly", "energy", "utilisation", "memory",
-    "collectives", "end",
+    "collectives", "logged", "end",
 )  # fmt: skip
 
 

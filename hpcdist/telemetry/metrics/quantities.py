@@ -59,6 +59,7 @@ _ROWS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
         ("checkpoint_bytes", "By", "size of the last checkpoint", "checkpoint/bytes"),
         ("world_ranks", "1", "ranks of the job", "job/ranks"),
         ("nodes", "1", "nodes of the job", "job/nodes"),
+        ("logged_value", "1", "value that a script logs, mean over the ranks that log it", "logged", "name"),
         ("last_step_timestamp_seconds", "s", "Unix time at the end of the last step", "job/last_step"),
         ("start_timestamp_seconds", "s", "Unix time of this start of the run", "job/start"),
     ),

@@ -16,7 +16,8 @@ from hpcdist.models.config import FOREIGN
 from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.reporting.units import counted, format_bytes, format_joules, format_seconds, short_number
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.telemetry.page import history
+from hpcdist.telemetry.metrics.observations import ObservedSeries
+from hpcdist.telemetry.page import chart_series, history
 from hpcdist.telemetry.page.energy_data import finite_number
 from hpcdist.telemetry.page.run_data import RunData
 
@@ -266,12 +267,33 @@ FIGURES: Final = (
 RUN: Final[Catalogue[RunData]] = Catalogue(*FIGURES)
 
 
+def logged_values(run: RunData) -> dict[str, ObservedSeries]:
+    """Return {name: values over the steps} of the values that a script logged with `hpcdist.torch.log`."""
+    return chart_series.observed_by_label(run, "logged_value")
+
+
+def _logged(name: str) -> RunFigure:
+    def last(run: RunData) -> float | None:
+        values = logged_values(run).get(name)
+        return None if values is None else float(values.value[-1])
+
+    def note(run: RunData) -> str:
+        return f"logged by the script at step {int(logged_values(run)[name].step[-1]):,}"
+
+    return RunFigure(f"logged_{name}", last, ".6g", title=name, meaning="last value that the script logged", note=note)
+
+
+def figures_of(*runs: RunData) -> tuple[RunFigure, ...]:
+    """Return `FIGURES`, followed by one figure per name of the values that the scripts of ``runs`` logged."""
+    return (*FIGURES, *(_logged(name) for name in sorted({name for run in runs for name in logged_values(run)})))
+
+
 def measured(run: RunData) -> list[tuple[str, str, str]]:
     """Return a list of (title, value, note) texts, one per known metric, without job properties and zero counters."""
     unknown: tuple[object, ...] = (None, 0)
     return [
         (figure.heading, figure.text(run), figure.note(run))
-        for figure in (FIGURES if run.run is not None else ())
+        for figure in (figures_of(run) if run.run is not None else ())
         if not figure.is_fact and figure.value(run) not in (unknown if figure.is_counter else (None,))
     ]
 

@@ -300,7 +300,8 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
     # Without lock-step, the total time is the maximum over the ranks.
     lock_step = metrics.attributes.get("lock_step", 1)
     spent_s = float(step_s[is_known].sum()) if lock_step else max((_sum(column) for column in of_rank.T), default=0.0)
-    result["tokens_per_s"] = float(steps["tokens"][warm][is_known].sum()) / spent_s if spent_s else None
+    tokens = float(steps["tokens"][warm][is_known].sum())  # 0: a script logs no samples
+    result["tokens_per_s"] = tokens / spent_s if tokens and spent_s else None
     total_s = _sum(of_rank)
     for name, values in times.items():
         short = "comm" if name == "communication" else name

@@ -1,5 +1,6 @@
 """Charts over steps: loss, learning rate, speed, phases and ranks; and the chart of one step by rank."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -9,6 +10,8 @@ from hpcdist.comm.record.spans import Span
 from hpcdist.reporting import plotting as draw
 from hpcdist.reporting.plotting import Chart, GanttBar, GanttStyle
 from hpcdist.reporting.units import counted
+from hpcdist.telemetry.metrics import run_figures
+from hpcdist.telemetry.metrics.observations import ObservedSeries
 from hpcdist.telemetry.metrics.quantities import PHASES, max_over_ranks, mean_over_ranks
 from hpcdist.telemetry.metrics.run_figures import ENTROPIES
 from hpcdist.telemetry.metrics.side_tables import SampledMetrics
@@ -17,13 +20,14 @@ from hpcdist.telemetry.page.energy_data import RankLane, StepSpans, finite_numbe
 from hpcdist.telemetry.page.run_data import RunData
 
 MIN_SMOOTHED_STEPS: Final = 60  # fewer validation points get a marker each
+MAX_LOGGED: Final = 12  # charts of values that a script logged
 MAX_RANK_ROWS: Final = 128  # rows in a chart of ranks; a row then shows the slowest of several ranks
 
 
 def charts(data: RunData) -> dict[str, list[Chart]]:
     """Return a dict of chart lists, keyed by section of the HTML page: "learning", "speed" and "step"."""
     return {
-        "learning": [_loss(data), _rate(data), *_end(data), *_routers(data)],
+        "learning": [_loss(data), _rate(data), *_end(data), *_routers(data), *_logged(data)],
         "speed": [_throughput(data), _phases(data), _ranks(data)],
         "step": [_step(data)],
     }
@@ -121,6 +125,22 @@ def _rate(data: RunData) -> Chart:
 
     alt = f"Learning rate over the steps, highest {np.nanmax(rate):.3g}, last {rate[-1]:.3g}"
     return Chart("rate", "Learning rate", draw.draw_svg("rate", picture), alt=alt)
+
+
+def _logged(data: RunData) -> list[Chart]:
+    charts: list[Chart] = []
+    for name, values in itertools.islice(run_figures.logged_values(data).items(), MAX_LOGGED):
+
+        def picture(axes: Any, name: str = name, values: ObservedSeries = values) -> None:
+            marker = "o" if len(values.step) < MIN_SMOOTHED_STEPS else ""
+            axes.plot(*chart_series.decimate(values.step, values.value), color=draw.BLUE, marker=marker, markersize=3.5)
+            chart_series.mark_resumes(axes, data)
+            chart_series.label_step_axis(axes, name)
+
+        alt = f"{name} over the steps, {chart_series.format_value(float(values.value[-1]))} at the end"
+        drawing = draw.draw_svg(f"logged-{len(charts)}", picture)
+        charts.append(Chart(f"logged-{len(charts)}", name, drawing, "Logged by the script.", alt))
+    return charts
 
 
 def _routers(data: RunData) -> list[Chart]:

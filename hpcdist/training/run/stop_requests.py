@@ -16,6 +16,7 @@ The page survival describes each step.
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hpcdist import errors
+from hpcdist.checkpoint.state import advance_saves, background_flags
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.launch.exit_file import STOP_CODES, ImmediateExit
 from hpcdist.comm.mpi.world import AnyComm, communicator_of
@@ -100,10 +102,13 @@ class StopRequests:
         """
         self._stop_file, self._time_up = stop_file, time_up
 
-    def listen(self) -> None:
-        """Install the signal handlers. Main thread only."""
+    def listen(self, *, early: bool = False) -> None:
+        """Install the signal handlers. ``early``: not for Ctrl-C, and keep other handlers. Main thread only."""
         for number in STOP_CODES:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+            handler = signal.getsignal(number)
+            if early and (number == signal.SIGINT or handler is not signal.SIG_DFL):
+                continue
+            if number not in self._before and (number != signal.SIGHUP or handler is not signal.SIG_IGN):  # nohup
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *callbacks: Callable[[], object]) -> None:
@@ -209,11 +214,13 @@ class _Watch:
         folder = os.environ.get(RUN_DIR)
         ends = end_of_job(None, time.time(), os.environ)
         self.requests = StopRequests(Path(folder) / STOP_FILE if folder else None, ends)
-        self.requests.listen()
-        self.longest_s, self.last = 0.0, time.monotonic()
+        self.requests.listen(early=True)
+        os.register_at_fork(after_in_child=self.requests.ignore)  # or `Process.terminate` would not end a child
+        self.longest_s, self.last = 0.0, math.inf
 
     def counts(self, margin_s: float) -> np.ndarray:
         now = time.monotonic()
+        self.requests.listen()
         self.longest_s, self.last = max(self.longest_s, now - self.last), now
         counts = self.requests.current()
         if time.time() + self.longest_s + margin_s > self.requests.ends:
@@ -222,6 +229,15 @@ class _Watch:
 
 
 _watches: Final[list[_Watch]] = []  # at most one per process
+
+
+def watch_signals() -> None:
+    """From now on, let SIGTERM, SIGHUP and SIGUSR1 request a stop that `should_stop` reports later. Local.
+
+    Handlers that the script has installed stay. Raises ConfigurationError for an invalid SLURM_JOB_END_TIME.
+    """
+    if not _watches and threading.current_thread() is threading.main_thread():
+        _watches.append(_Watch())
 
 
 def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
@@ -233,11 +249,14 @@ def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
     # The first call installs signal handlers, and raises ConfigurationError for an invalid SLURM_JOB_END_TIME. The time
     # is nearly up if the longest iteration until now plus ``margin_s`` would pass SLURM_JOB_END_TIME.
     communicator = communicator_of(comm)
-    if not _watches:
-        _watches.append(_Watch())
+    watch_signals()
     counts = _watches[0].counts(margin_s)
-    communicator.allreduce(counts, "sum")
-    reason = agreed_reason(counts)
+    flags = background_flags() if comm is None else np.zeros(2)
+    sums = np.concatenate([counts, flags])
+    communicator.allreduce(sums, "sum")
+    if comm is None:
+        advance_saves(sums[counts.size :])
+    reason = agreed_reason(sums[: counts.size])
     if reason is None:
         return 0
     if communicator.rank == 0:

@@ -1,0 +1,321 @@
+"""Metrics of a PyTorch script: `log` records steps in the run directory, as `hpcdist train` does.
+
+Every rank sends its rows to rank 0 at intervals, without waiting for other ranks. Rank 0 writes ``metrics.h5`` and the
+event log. A killed script loses the rows of the last seconds.
+"""
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from hpcdist.comm.mpi.world import World
+from hpcdist.comm.record.run_journal import StartRecord
+from hpcdist.comm.record.timing import BytesMoved, OperationTiming
+from hpcdist.constants import FINISHED, METRICS_FILE, STOPPED, USAGE_FILE
+from hpcdist.energy import phases
+from hpcdist.errors import UsageError
+from hpcdist.reporting import atomic, regular
+from hpcdist.telemetry import provenance
+from hpcdist.telemetry.event_stream import RunInfo
+from hpcdist.telemetry.metrics import observations, quantities
+from hpcdist.telemetry.metrics.quantities import StepRow
+from hpcdist.telemetry.metrics.row_channel import RowChannel
+from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE, PER_RANK, MetricsWriter
+from hpcdist.telemetry.step_events import StepEvents
+from hpcdist.torch import work
+from hpcdist.training.recipe.recipe import load
+
+FLUSH_S: Final = 5.0  # interval at which a rank sends its rows, and rank 0 writes
+ROWS_PER_MESSAGE: Final = 256
+WAIT_S: Final = 4 * FLUSH_S  # time in which rank 0 expects the first rows of all ranks that call `log`
+LONG: Final = ("validation", "checkpoint")  # phases whose energy is measured
+PHASES: Final = ("data", "update", *LONG)
+STRATEGY: Final = "script"
+
+
+class LoggedRow(NamedTuple):
+    """Values of one call of `log` on one rank. ``seconds`` and ``sent_bytes`` are per step, since the previous step."""
+
+    step: int
+    time_ns: int
+    loss: float | None  # None: this row is no step
+    samples: float
+    learning_rate: float
+    validation_loss: float
+    figures: Mapping[str, float]
+    seconds: Mapping[str, float] = {}  # "step", "communication", and the phases of the script
+    sent_bytes: float = math.nan
+
+
+class ScriptMetrics:
+    """Recorder of the steps of a script on this rank. Construction and `close` are collective."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        comm = world.comm
+        self._channel, self._rank, self._directory = RowChannel(comm), comm.rank, directory
+        self._traffic = comm.events = OperationTiming(comm.events)
+        self._rows: list[LoggedRow] = []
+        self._sent_s = self._boundary = time.monotonic()
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
+        self._step = 0  # the last step, or 0
+        self._warm: tuple[int, BytesMoved] | None = None  # the first step, and the bytes until its end
+        self._exposed_s, self._moved = 0.0, BytesMoved()  # until the last step
+        self._writer = _RowWriter(world, directory) if comm.rank == 0 else None
+        self.end = FINISHED
+
+    def add(self, row: LoggedRow) -> None:
+        """Add ``row``, and the seconds and bytes of this rank since the previous step. Local."""
+        now = time.monotonic()
+        if row.loss is not None:
+            # A row that stands for several steps has their mean values.
+            count = max(1, row.step - self._step) if self._step else 1
+            exposed_s, moved = work.exposed_s(), self._traffic.moved()
+            spent = {**self._seconds, "step": now - self._boundary, "communication": exposed_s - self._exposed_s}
+            seconds = {name: value / count for name, value in spent.items()}
+            sent_bytes = moved.since(self._moved).messages / count
+            row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes)
+            self._step, self._exposed_s, self._moved, self._boundary = row.step, exposed_s, moved, now
+            self._warm = self._warm or (row.step, moved)  # the first step measures algorithms
+            self._seconds.clear()
+        self._rows.append(row)
+        if now - self._sent_s >= FLUSH_S or len(self._rows) >= ROWS_PER_MESSAGE:
+            self._sent_s = now
+            self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if self._writer is None:
+            if rows:
+                self._channel.send(rows)
+        else:
+            self._writer.take([(0, rows), *self._channel.arrived()])
+            self._writer.write()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attribute the time of the ``with`` body to phase ``name`` of the current step. Local."""
+        start = time.monotonic()
+        with phases.window(name) if name in LONG else nullcontext():
+            yield
+        self._seconds[name] += time.monotonic() - start
+
+    def note_energy(self) -> None:
+        joules = phases.state()
+        if self._rank == 0:
+            usage = {"since_step": 0, "joules": joules, "activities": None}
+            atomic.save(self._directory / USAGE_FILE, json.dumps(usage))
+
+    def close(self) -> None:
+        """Write the rows of all ranks, and end the event log."""
+        self._flush()
+        messages = self._channel.drain()
+        self._channel.free()
+        if self._writer is not None:
+            self._writer.take(messages)
+            first, until = self._warm or (self._step, self._moved)
+            moved = self._moved.since(until)._asdict() if self._step > first else {}
+            self._writer.close(self.end, {way: nbytes / (self._step - first) for way, nbytes in moved.items()})
+
+
+class _RowWriter:
+    # Rank 0's writer of the rows of all ranks. It creates its files with the first row.
+    def __init__(self, world: World, directory: Path) -> None:
+        self._world, self._directory = world, directory
+        self._config = load().recipe.telemetry  # from the site, the user and the environment
+        self._begun = time.monotonic()
+        self._last: dict[int, int] = {}  # last logged step of each rank that has called `log`
+        self._waiting: dict[int, dict[int, list[LoggedRow]]] = {}  # step -> rank -> rows
+        self._written = -1  # last step in the metrics file
+        self._data_s: list[float] = []  # seconds of the last steps that waited for data
+        self._file: MetricsWriter | None = None
+
+    def take(self, messages: Sequence[tuple[int, Sequence[LoggedRow]]]) -> None:
+        for rank, rows in messages:
+            for row in rows:
+                self._last[rank] = max(row.step, self._last.get(rank, 0))
+                self._waiting.setdefault(row.step, {}).setdefault(rank, []).append(row)
+
+    def write(self, *, everything: bool = False) -> None:
+        # A step is complete if all ranks that call `log` have logged it. Some ranks may never call it.
+        if len(self._last) < self._world.size and time.monotonic() - self._begun < WAIT_S and not everything:
+            return
+        complete = math.inf if everything else min(self._last.values(), default=0) - 1
+        for step in sorted(step for step in self._waiting if step <= complete):
+            self._write_step(step, self._waiting.pop(step))
+        if self._file is not None:
+            self._starts.alive()
+            self._flush(self._file)
+
+    def _flush(self, file: MetricsWriter) -> None:
+        data_s, self._data_s = statistics.mean(self._data_s) if self._data_s else math.nan, []
+        if events := self._events.publish(data_s):
+            file.flush(lambda opened, session: observations.append(opened, session, events))
+
+    def _write_step(self, step: int, ranks: Mapping[int, Sequence[LoggedRow]]) -> None:
+        file = self._file or self._open(step)
+        rows = [row for of_rank in ranks.values() for row in of_rank]
+        steps = {rank: row for rank, of_rank in ranks.items() for row in of_rank if row.loss is not None}
+        if steps and step > self._written:
+            self._written = step
+            self._add_step(file, step, steps)
+        losses = [row.validation_loss for row in rows if not math.isnan(row.validation_loss)]
+        if losses:
+            self._events.hold_up(step + 1)
+            file.evaluation(step, statistics.mean(losses))
+            self._events.add("evaluation", step, {"validation_loss_nats": statistics.mean(losses)})
+        names = dict.fromkeys(name for row in rows for name in row.figures)
+        means = {name: statistics.mean([row.figures[name] for row in rows if name in row.figures]) for name in names}
+        if means:
+            self._events.add("logged", step, {quantities.key("logged_value", name): means[name] for name in means})
+
+    def _add_step(self, file: MetricsWriter, step: int, ranks: Mapping[int, LoggedRow]) -> None:
+        rows = [*ranks.values()]
+        weights = [row.samples for row in rows]
+        loss = float(np.average([row.loss for row in rows], weights=weights if sum(weights) > 0 else None))
+        rate, samples = rows[0].learning_rate, round(sum(weights))
+        wide = {name: np.full(self._world.size, math.nan) for name in (*PER_RANK, "data_s")}
+        for rank, row in ranks.items():
+            seconds = row.seconds
+            named = {name: seconds.get(name, 0.0) for name in ("communication", "update", "data")}
+            held_s = sum(seconds.get(name, 0.0) for name in LONG)
+            if held_s:
+                self._events.hold_up(step)
+            computed_s = max(0.0, seconds["step"] - sum(named.values()) - held_s)
+            for name, value in {**named, "step": seconds["step"], "compute": computed_s}.items():
+                wide[f"{name}_s"][rank] = value
+            wide["sent_bytes"][rank] = row.sent_bytes
+        self._data_s.append(float(np.nanmean(wide["data_s"])))
+        columns: dict[str, Any] = {name: wide[name] for name in PER_RANK}
+        file.append(step=step, loss=loss, learning_rate=rate, tokens=samples, **columns)
+        self._events.row(StepRow(step, rows[0].time_ns, loss, rate, samples, ranks=wide))
+
+    def _open(self, step: int) -> MetricsWriter:
+        world, path = self._world, self._directory / METRICS_FILE
+        resumed = max(0, step - 1) if path.exists() else None
+        attributes = provenance.provenance(mpi_library=world.library)
+        about = {"lock_step": 1, "speed_unit": "samples", "loss_unit": "", "strategy": STRATEGY, "nodes": world.nodes}
+        self._file = MetricsWriter(path, world.size, resumed, attributes=attributes | about)
+        self._starts = StartRecord(self._directory)
+        run = RunInfo(
+            self._directory.name,
+            self._directory,
+            provenance.job_number(),
+            world.size,
+            world.nodes,
+            STRATEGY,
+            resumed,
+            owner=provenance.job_owner(),
+        )
+        self._events = StepEvents(run, self._config, _say, unit="samples", done=step - 1)
+        return self._file
+
+    def close(self, end: str, moved: Mapping[str, float]) -> None:
+        self.write(everything=True)
+        if self._file is None:
+            return
+        self._events.add("end", max(self._last.values()), {})
+        self._flush(self._file)
+        self._file.describe(**{MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()})
+        self._file.close()
+        self._events.close(normal=True)
+        self._starts.ended(end)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+_recorders: Final[list[ScriptMetrics]] = []  # of this process
+
+
+def begin(world: World, directory: Path) -> None:
+    """Record the rows of `log`, and the energy, in the run directory ``directory`` until `end`. Collective."""
+    usage = regular.json_or_none(directory / USAGE_FILE) if world.rank == 0 else None
+    usage = world.bcast(usage)
+    if not phases.is_open():
+        phases.configure()
+    if isinstance(usage, dict):
+        phases.restore(usage.get("joules"))
+    _recorders.append(ScriptMetrics(world, directory))
+
+
+def note_energy() -> None:
+    """Write the energy of all starts until now to the run directory. Collective."""
+    for recorder in _recorders:
+        recorder.note_energy()
+
+
+def end() -> None:
+    """Write all rows and the energy, and end the record. Collective."""
+    note_energy()
+    while _recorders:
+        _recorders.pop().close()
+
+
+def note_stop() -> None:
+    """Record that the script stops because of a stop request, so that the run is not complete. Local."""
+    for recorder in _recorders:
+        recorder.end = STOPPED
+
+
+def log(
+    step: int,
+    *,
+    loss: Any = None,
+    samples: float = 0,
+    learning_rate: float = math.nan,
+    validation_loss: Any = math.nan,
+    **figures: Any,
+) -> None:
+    """Record the metrics of optimizer step ``step`` (from 1) in the run directory. Local: never waits for other ranks.
+
+    ``loss``: mean loss of this rank's ``samples`` samples since the previous call with a loss. ``**figures``: further
+    values by name, such as ``accuracy=0.9``. Values are numbers or tensors with one element. Over the ranks that log a
+    step, losses are averaged with the weights ``samples``, and other values without weights. It has no effect without a
+    run directory (`hpcdist run --out`) or before `init_process_group`. Raises UsageError for other values.
+    """
+    if not _recorders:
+        return
+    row = LoggedRow(
+        int(_number("step", step)),
+        time.time_ns(),
+        None if loss is None else _number("loss", loss),
+        _number("samples", samples),
+        _number("learning_rate", learning_rate),
+        _number("validation_loss", validation_loss),
+        {name: _number(name, value) for name, value in figures.items()},
+    )
+    _recorders[0].add(row)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"log: {name} is a {type(value).__name__}, not a number; pass a number or a tensor with one element"
+        ) from None
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Attribute the time of the ``with`` body to a phase of the current step. Local.
+
+    ``name``: "data", "update", "validation" or "checkpoint". The energy of the last two is measured too. The remaining
+    time counts as computation, except the time in which this rank waits for collectives. Raises UsageError for other
+    names.
+    """
+    if name not in PHASES:
+        raise UsageError(f"phase {name!r} is unknown; use one of {', '.join(PHASES)}")
+    with _recorders[0].phase(name) if _recorders else nullcontext():
+        yield
