@@ -68,7 +68,7 @@ class CommunicationConfig:
 
     algorithm: str = key(
         "auto",
-        'Allreduce algorithm, or a table by bytes as "native<=4096,ring". auto: measured at the start.',
+        'Algorithm of reductions, or of an allreduce a table as "native<=4096,ring". auto: measured at the start.',
         choices=ALGORITHMS,
         expected="a table",
     )

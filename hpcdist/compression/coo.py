@@ -1,6 +1,7 @@
-"""Sparse payloads: k ascending indices and their values. Sums of payloads are bitwise equal on all ranks.
+"""Sparse payloads: k ascending indices and their values.
 
-A payload is k int32 indices, then k float32 values: 8 k bytes. Payloads of all ranks are added in rank order.
+A payload is k int32 indices, then k float32 values: 8 k bytes. An allreduce adds the payloads of all ranks in rank
+order, so its sums are bitwise equal on all ranks.
 """
 
 import functools

@@ -27,7 +27,10 @@ def configure(**keys: Any) -> None:
     ConfigurationError.
     """
     if _monitors:
-        raise UsageError("energy.configure was called after the first energy.window; call energy.configure first")
+        raise UsageError(
+            "energy.configure was called after the first energy.window, or after the init_process_group of a run with "
+            "--out; call energy.configure first"
+        )
     world = init()
     try:
         # Environment variables of rank 0, such as HPCDIST_SET__ENERGY__SOURCES, override the keywords.

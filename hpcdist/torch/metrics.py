@@ -134,22 +134,29 @@ class _RowWriter:
         self._config = load().recipe.telemetry  # from the site, the user and the environment
         self._begun = time.monotonic()
         self._last: dict[int, int] = {}  # last logged step of each rank that has called `log`
+        self._seen: dict[int, float] = {}  # time of this rank's last rows
         self._waiting: dict[int, dict[int, list[LoggedRow]]] = {}  # step -> rank -> rows
         self._written = -1  # last step in the metrics file
-        self._data_s: list[float] = []  # seconds of the last steps that waited for data
+        self._waits = 0, 0.0  # number of steps since the first, and seconds in which they waited for data
+        self._has_step = False
         self._file: MetricsWriter | None = None
 
     def take(self, messages: Sequence[tuple[int, Sequence[LoggedRow]]]) -> None:
         for rank, rows in messages:
+            if rows:
+                self._seen[rank] = time.monotonic()
             for row in rows:
                 self._last[rank] = max(row.step, self._last.get(rank, 0))
                 self._waiting.setdefault(row.step, {}).setdefault(rank, []).append(row)
 
     def write(self, *, everything: bool = False) -> None:
-        # A step is complete if all ranks that call `log` have logged it. Some ranks may never call it.
-        if len(self._last) < self._world.size and time.monotonic() - self._begun < WAIT_S and not everything:
+        # A step is complete if all ranks that call `log` have logged a later step. Some ranks may call it only once.
+        now = time.monotonic()
+        if len(self._last) < self._world.size and now - self._begun < WAIT_S and not everything:
             return
-        complete = math.inf if everything else min(self._last.values(), default=0) - 1
+        ahead = max(self._last.values(), default=0)
+        active = [last for rank, last in self._last.items() if last >= ahead - 1 or now - self._seen[rank] < WAIT_S]
+        complete = math.inf if everything else min(active, default=0) - 1
         for step in sorted(step for step in self._waiting if step <= complete):
             self._write_step(step, self._waiting.pop(step))
         if self._file is not None:
@@ -157,8 +164,10 @@ class _RowWriter:
             self._flush(self._file)
 
     def _flush(self, file: MetricsWriter) -> None:
-        data_s, self._data_s = statistics.mean(self._data_s) if self._data_s else math.nan, []
-        if events := self._events.publish(data_s):
+        steps, waited_s = self._waits
+        if steps:
+            self._events.add("collectives", self._written, {"data_seconds": waited_s / steps})
+        if events := self._events.publish():
             file.flush(lambda opened, session: observations.append(opened, session, events))
 
     def _write_step(self, step: int, ranks: Mapping[int, Sequence[LoggedRow]]) -> None:
@@ -194,7 +203,9 @@ class _RowWriter:
             for name, value in {**named, "step": seconds["step"], "compute": computed_s}.items():
                 wide[f"{name}_s"][rank] = value
             wide["sent_bytes"][rank] = row.sent_bytes
-        self._data_s.append(float(np.nanmean(wide["data_s"])))
+        if self._has_step:
+            self._waits = self._waits[0] + 1, self._waits[1] + float(np.nanmean(wide["data_s"]))
+        self._has_step = True
         columns: dict[str, Any] = {name: wide[name] for name in PER_RANK}
         file.append(step=step, loss=loss, learning_rate=rate, tokens=samples, **columns)
         self._events.row(StepRow(step, rows[0].time_ns, loss, rate, samples, ranks=wide))

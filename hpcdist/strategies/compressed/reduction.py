@@ -39,7 +39,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """Tensor in a compressed message: its flat parameter range, and the byte range of its payload in the message."""
+    """Tensor, or its part in a ZeRO shard, in a compressed message: its flat range, and the bytes of its payload."""
 
     where: Range  # flat parameter range of the tensor
     place: Range  # byte range in the message
@@ -150,7 +150,7 @@ class _Messages:
 
 
 class QuantisedReduction(CompressedReduction):
-    """Compressed reduce-scatter, all-gather and allreduce. Each rank decodes and sums one shard in float32.
+    """Compressed reduce-scatter (ZeRO, any compressor), all-gather and allreduce. A rank sums one shard in float32.
 
     An allreduce is a reduce-scatter followed by an all-gather. It compresses the gradients, and then the sums.
     """
@@ -178,8 +178,8 @@ class QuantisedReduction(CompressedReduction):
         """
         comm, share = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)
-        # Receives for the local share are posted first, then the shares of others are encoded and sent. Sums are in
-        # rank order, whatever arrives first, for equal bits in every run.
+        # Receives for the local share are posted first, then the shares of others are encoded and sent. The owner adds
+        # the others' payloads to its own values in rank order, whatever arrives first, for equal bits in every run.
         rows = _rows("compressed.arrived", [self.coder.message(share).nbytes] * comm.size, values)
         others = [peer for peer, row in enumerate(rows) if peer != comm.rank and row.size]
         receives = {peer: self._messages.receive(rows[peer], peer) for peer in others}

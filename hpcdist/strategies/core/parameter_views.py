@@ -34,13 +34,13 @@ class ParameterViews:
             self._gradients.clear()
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the parameters that model layer number ``unit`` uses, including tied tensors of other layers."""
+        """Return the parameters that stage number ``unit`` uses, including tied tensors of other layers."""
         if unit not in self._parameters:
             self._parameters[unit] = self._model.bind_stage(unit, self._parameters_at)
         return self._parameters[unit]
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return views of the gradient memory of model layer number ``unit``."""
+        """Return views of the gradient memory of stage number ``unit``."""
         if unit not in self._gradients:
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]

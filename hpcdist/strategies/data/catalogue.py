@@ -39,7 +39,8 @@ A layer with tied tensors stays gathered from its first use in a micro-batch to 
 ``zero.persistent_below`` elements always stays gathered. With S bytes per layer, a rank sends S (1 - 1/d_o) after the
 update, and nothing for each use. A layer with a tensor that is tied to another pipeline rank also stays gathered.
 
-Path of a gradient after the backward pass, with the ring algorithm, and with compressed messages of zero3:
+Path of a gradient after the backward pass. `operation_list.insert_exchange` places the REDUCE. With the ring algorithm
+(zero1), and with compressed messages (zero3):
 
     zero1                                                    zero3, compressed
     strategies/schedule/executor.py  `Executor._reduce`      strategies/schedule/executor.py  `Executor._reduce`
@@ -48,10 +49,12 @@ Path of a gradient after the backward pass, with the ring algorithm, and with co
     strategies/data/cuts.py          `Cuts.sum`              strategies/data/coded_zero.py    `CompressedSums.sum`
     collectives/sharded.py           `Sharding`              strategies/compressed/reduction.py  `QuantisedReduction`
     collectives/algorithms/ring.py   `reduce_scatter`        comm/communicator.py             `Communicator`
-    comm/communicator.py             `Communicator`
+    comm/communicator.py             `Communicator`          (in both: comm/mpi/communicator.py calls mpi4py)
 
-The parameters come back by the operation GATHER: `CutGatherer.gather`, then `Cuts.gather` or `CompressedGathers`, and
-the all-gathers of the same last files. Under zero1, GATHER follows the update; under zero3, it precedes each use.
+Then `core/sharded_update.py` updates this rank's cut. The parameters come back by the operation GATHER:
+`CutGatherer.gather`, `Cuts.gather`, and the all-gather of `sharded.py` and `ring.py`, also if gradients are compressed;
+`CompressedGathers` replaces it only with ``compression.parameters``. Under zero1, GATHER follows the update; under
+zero3, it precedes each use.
 """
 
 from collections.abc import Callable, Collection, Sequence

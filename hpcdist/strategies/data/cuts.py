@@ -36,9 +36,9 @@ OPTIMIZER: Final = 3
 
 
 class Cuts:
-    """Nested ranges of each layer on this rank, by level.
+    """Nested ranges of each layer on this rank, by the number of levels that cut it.
 
-    Level 0: whole layer. Level 1: parameter shard. Level 2: gradient shard. Level 3: range that this rank updates.
+    0: whole layer. 1: parameter shard. 2: gradient shard. 3: range that this rank updates.
     """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
@@ -102,7 +102,8 @@ class Cuts:
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         """Reduce-scatter ``layer`` of ``store`` in place. Collective.
 
-        The input is the range at nesting level ``start``. The output is this rank's range at level ``stop``.
+        The input is the range after ``start`` levels. The output is this rank's range after ``stop`` levels. If this is
+        the range that the rank updates, it is also summed over the replicas.
         """
         for level in range(start, stop):
             self.reduce_level(store, layer, level)

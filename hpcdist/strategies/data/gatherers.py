@@ -138,7 +138,7 @@ class CutGatherer(Gatherer):
         return self._whole.at(layer) if layer in self._cut_layers else self.parameters
 
     def gather(self, op: Operation) -> None:
-        """All-gather the shards of model layer ``op.unit``."""
+        """All-gather the shards of the layer of stage ``op.unit``."""
         layer = self._layer_of[op.unit]
         if layer not in self._cut_layers:  # after the update
             self._copy_cut(layer)

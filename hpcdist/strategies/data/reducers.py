@@ -65,7 +65,7 @@ class Reducer:
         return self.update.gradients
 
     def norm_squared(self) -> float:
-        """Return a number whose sum over all ranks is the squared norm of the mean gradient. Local."""
+        """Return a number whose sum over ranks is the mean gradient's squared norm. Collective with logical shards."""
         squared = self.update.norm_squared()
         return squared if self.counts else 0.0
 

@@ -146,7 +146,7 @@ class StepResiduals(Residuals):
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Back up the residuals of ``layer``, before a micro-batch compresses its ``gradients``.
+        """Back up the residuals of ``layer``, before the first micro-batch of a step compresses its ``gradients``.
 
         In the first micro-batch after a restore, also add the residuals of ranges that this rank does not compress.
         """
