@@ -178,6 +178,11 @@ class BackgroundCheckpoints:
         self._outcome = ShardOutcome()  # of a rank without a task
 
     @property
+    def comm(self) -> Communicator:
+        """Communicator over the ranks that save together."""
+        return self._comm
+
+    @property
     def is_busy(self) -> bool:
         """True if a checkpoint is in progress. The value is equal on all ranks. Local."""
         return self._plan is not None

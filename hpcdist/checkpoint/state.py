@@ -112,7 +112,7 @@ def save_pieces(
     if keep < 1:
         raise UsageError(f"keep = {keep}; expected at least 1 checkpoint to keep")
     folder = Path(directory) / FOLDER
-    finish_saves()
+    finish_saves(comm)
 
     def begin() -> int:
         _lock(Path(directory))
@@ -120,6 +120,7 @@ def save_pieces(
 
     number = on_first_rank(comm, begin)
     _check_values(values)
+    values = json.loads(json.dumps(values))  # the program may change its objects while a thread writes
     if not background:
         return two_phase.save(folder, number, pieces, values, comm, keep)
     savers = comm.caches[_SAVERS]
@@ -135,11 +136,14 @@ _SAVERS: Final = PerCommunicator[Path, BackgroundCheckpoints]()
 _busy: Final[list[BackgroundCheckpoints]] = []  # with a checkpoint in progress, equal on all ranks
 
 
-def finish_saves() -> None:
+def finish_saves(comm: Communicator | None = None) -> None:
     """Wait until the checkpoint that a background `save` began is complete. Collective over the ranks of the save.
 
-    Without such a checkpoint, it has no effect. Raises StorageError on all ranks if a rank could not write.
+    Without such a checkpoint, it has no effect. Raises StorageError on all ranks if a rank could not write, and
+    UsageError if the save is not over ``comm``.
     """
+    if _busy and comm is not None and _busy[-1].comm is not comm:
+        raise UsageError("a background save over other ranks is in progress; call finish_saves() on its ranks first")
     while _busy:
         _busy.pop().finish()
 
@@ -167,7 +171,7 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
     StorageError if an array is missing or has another shape or dtype.
     """
     where = communicator_of(comm)
-    finish_saves()
+    finish_saves(where)
 
     def take(path: Path | None) -> dict[str, Any] | None:
         return None if path is None else _load(where, path, state)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Final
 
+from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import init
 from hpcdist.constants import SETTINGS_PREFIX
@@ -40,7 +41,9 @@ def configure(**keys: Any) -> None:
         )
     except TypeError as error:
         raise UsageError(f"energy.configure: invalid keyword ({error}); use keys of [energy] in a recipe") from None
-    monitor = EnergyMonitor(world.comm, config)
+    # The watchdog of a recorded program has the deadline that the program sets.
+    deadline: dict[str, Any] = {"deadline_s": math.inf} if failfast.is_recording() else {}
+    monitor = EnergyMonitor(world.comm, config, **deadline)
     monitor.start()
     at_exit(monitor.stop)
     _monitors.append(monitor)

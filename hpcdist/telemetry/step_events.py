@@ -84,7 +84,7 @@ class StepEvents:
         self._held_up: set[int] = set()  # pending steps that include a checkpoint or a validation
         self._events: list[RunEvent] = []
         self._rows: list[StepRow] = []
-        self._tokens, self._sent_bytes = tokens, 0.0
+        self._tokens, self._sent_bytes, self._step = tokens, 0.0, done
         initial: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
         # Counts start at 0, so that dashboards show them from the start.
         initial |= {quantities.key("anomalies_total", kind): 0 for kind in KINDS}
@@ -119,14 +119,16 @@ class StepEvents:
         return events
 
     def _derive(self, row: StepRow, figures: dict[str, float], data_s: float) -> None:
-        self._tokens += int(row.tokens)
+        # A row of a script may stand for several steps, with their mean values.
+        steps, self._step = max(1, row.step - self._step), row.step
+        self._tokens += int(row.tokens) * steps
         figures |= {"steps_total": row.step, "tokens_total": self._tokens}
         if not math.isnan(data_s) and (other := figures.get(_OTHER)) is not None:
             figures |= {DATA_SECONDS: min(data_s, other), _OTHER: max(0.0, other - data_s)}
         figures["last_step_timestamp_seconds"] = row.time_ns / 1e9
         sent = row.ranks.get("sent_bytes")
         if sent is not None and np.isfinite(sent).all():
-            self._sent_bytes += float(sent.sum())
+            self._sent_bytes += float(sent.sum()) * steps
             figures["sent_bytes_total"] = self._sent_bytes
         few = row.ranks if len(next(iter(row.ranks.values()), ())) <= MOST_RANKS_IN_EVENT else {}
         ranks = {_OF_RANKS[name]: values for name, values in few.items() if name in _OF_RANKS}

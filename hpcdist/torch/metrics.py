@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,7 +23,7 @@ from hpcdist.comm.record.run_journal import StartRecord
 from hpcdist.comm.record.timing import BytesMoved, OperationTiming
 from hpcdist.constants import FINISHED, METRICS_FILE, STOPPED, USAGE_FILE
 from hpcdist.energy import phases
-from hpcdist.errors import UsageError
+from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.event_stream import RunInfo
@@ -61,15 +61,18 @@ class ScriptMetrics:
     """Recorder of the steps of a script on this rank. Construction and `close` are collective."""
 
     def __init__(self, world: World, directory: Path) -> None:
-        comm = world.comm
-        self._channel, self._rank, self._directory = RowChannel(comm), comm.rank, directory
+        self._comm = comm = world.comm
+        self._channel, self._rank = RowChannel(comm), comm.rank
+        if world.session.watchdog is not None:  # rows wait for the next call of `log` on rank 0
+            world.session.watchdog.limit(self._channel.name, math.inf)
         self._traffic = comm.events = OperationTiming(comm.events)
         self._rows: list[LoggedRow] = []
         self._sent_s = self._boundary = time.monotonic()
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
         self._step = 0  # the last step, or 0
         self._warm: tuple[int, BytesMoved] | None = None  # the first step, and the bytes until its end
-        self._exposed_s, self._moved = 0.0, BytesMoved()  # until the last step
+        self._exposed_s, self._moved = work.exposed_s(), BytesMoved()  # until the last step
+        self._in_phase = False
         self._writer = _RowWriter(world, directory) if comm.rank == 0 else None
         self.end = FINISHED
 
@@ -94,37 +97,59 @@ class ScriptMetrics:
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
-        if self._writer is None:
+        if self._rank:
             if rows:
                 self._channel.send(rows)
-        else:
-            self._writer.take([(0, rows), *self._channel.arrived()])
-            self._writer.write()
+            return
+        messages = [(0, rows), *self._channel.arrived()]
+        self._record(lambda writer: writer.write(messages))
+
+    def _record(self, act: Callable[["_RowWriter"], None]) -> None:
+        # The script goes on without metrics if rank 0 cannot write: other ranks would wait in their collectives.
+        if self._writer is not None:
+            try:
+                act(self._writer)
+            except StorageError as error:
+                _say(f"hpcdist: {error}; the script goes on without metrics")
+                self._writer = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the time of the ``with`` body to phase ``name`` of the current step. Local."""
-        start = time.monotonic()
-        with phases.window(name) if name in LONG else nullcontext():
+        if self._in_phase:  # the outer phase counts
             yield
-        self._seconds[name] += time.monotonic() - start
+            return
+        self._in_phase = True
+        start, exposed_s = time.monotonic(), work.exposed_s()
+        try:
+            with phases.window(name) if name in LONG else nullcontext():
+                yield
+        finally:
+            self._in_phase = False
+            # The wait for collectives is counted as communication.
+            self._seconds[name] += time.monotonic() - start - (work.exposed_s() - exposed_s)
 
-    def note_energy(self) -> None:
+    def start_at(self, step: int) -> None:
+        """Record that ``step`` steps were made before this start, for the count of steps in the first row. Local."""
+        self._step = step
+
+    def settle(self) -> None:
+        """Write the rows of all ranks so far, and the energy of all starts. Collective."""
         joules = phases.state()
-        if self._rank == 0:
-            usage = {"since_step": 0, "joules": joules, "activities": None}
-            atomic.save(self._directory / USAGE_FILE, json.dumps(usage))
-
-    def close(self) -> None:
-        """Write the rows of all ranks, and end the event log."""
         self._flush()
         messages = self._channel.drain()
+        self._record(lambda writer: writer.write(messages, everything=True))
+        self._record(lambda writer: writer.note_energy(joules))
+
+    def close(self) -> None:
+        """Write everything, and end the event log. Collective."""
+        self.settle()
         self._channel.free()
-        if self._writer is not None:
-            self._writer.take(messages)
-            first, until = self._warm or (self._step, self._moved)
-            moved = self._moved.since(until)._asdict() if self._step > first else {}
-            self._writer.close(self.end, {way: nbytes / (self._step - first) for way, nbytes in moved.items()})
+        self._comm.events = self._traffic.inner
+        first, until = self._warm or (self._step, self._moved)
+        moved = self._moved.since(until)._asdict() if self._step > first else {}
+        per_step = {way: nbytes / (self._step - first) for way, nbytes in moved.items()}
+        self._record(lambda writer: writer.close(self.end, per_step))
 
 
 class _RowWriter:
@@ -141,15 +166,13 @@ class _RowWriter:
         self._has_step = False
         self._file: MetricsWriter | None = None
 
-    def take(self, messages: Sequence[tuple[int, Sequence[LoggedRow]]]) -> None:
+    def write(self, messages: Sequence[tuple[int, Sequence[LoggedRow]]], *, everything: bool = False) -> None:
         for rank, rows in messages:
             if rows:
                 self._seen[rank] = time.monotonic()
             for row in rows:
                 self._last[rank] = max(row.step, self._last.get(rank, 0))
                 self._waiting.setdefault(row.step, {}).setdefault(rank, []).append(row)
-
-    def write(self, *, everything: bool = False) -> None:
         # A step is complete if all ranks that call `log` have logged a later step. Some ranks may call it only once.
         now = time.monotonic()
         if len(self._last) < self._world.size and now - self._begun < WAIT_S and not everything:
@@ -171,8 +194,9 @@ class _RowWriter:
             file.flush(lambda opened, session: observations.append(opened, session, events))
 
     def _write_step(self, step: int, ranks: Mapping[int, Sequence[LoggedRow]]) -> None:
-        file = self._file or self._open(step)
         rows = [row for of_rank in ranks.values() for row in of_rank]
+        # The first step of a start, and later ones, may be in the file of the start before.
+        file = self._file or self._open(step - any(row.loss is not None for row in rows))
         steps = {rank: row for rank, of_rank in ranks.items() for row in of_rank if row.loss is not None}
         if steps and step > self._written:
             self._written = step
@@ -210,9 +234,10 @@ class _RowWriter:
         file.append(step=step, loss=loss, learning_rate=rate, tokens=samples, **columns)
         self._events.row(StepRow(step, rows[0].time_ns, loss, rate, samples, ranks=wide))
 
-    def _open(self, step: int) -> MetricsWriter:
+    def _open(self, done: int) -> MetricsWriter:
+        # ``done``: the last step that the file keeps.
         world, path = self._world, self._directory / METRICS_FILE
-        resumed = max(0, step - 1) if path.exists() else None
+        resumed = max(0, done) if path.exists() else None
         attributes = provenance.provenance(mpi_library=world.library)
         about = {"lock_step": 1, "speed_unit": "samples", "loss_unit": "", "strategy": STRATEGY, "nodes": world.nodes}
         self._file = MetricsWriter(path, world.size, resumed, attributes=attributes | about)
@@ -227,11 +252,14 @@ class _RowWriter:
             resumed,
             owner=provenance.job_owner(),
         )
-        self._events = StepEvents(run, self._config, _say, unit="samples", done=step - 1)
+        self._events = StepEvents(run, self._config, _say, unit="samples", done=done)
         return self._file
 
+    def note_energy(self, joules: Mapping[str, Any]) -> None:
+        usage = {"since_step": 0, "joules": joules, "activities": None}
+        atomic.save(self._directory / USAGE_FILE, json.dumps(usage))
+
     def close(self, end: str, moved: Mapping[str, float]) -> None:
-        self.write(everything=True)
         if self._file is None:
             return
         self._events.add("end", max(self._last.values()), {})
@@ -255,20 +283,27 @@ def begin(world: World, directory: Path) -> None:
     usage = world.bcast(usage)
     if not phases.is_open():
         phases.configure()
-    if isinstance(usage, dict):
-        phases.restore(usage.get("joules"))
+        if isinstance(usage, dict):
+            phases.restore(usage.get("joules"))
+    if world.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
     _recorders.append(ScriptMetrics(world, directory))
 
 
-def note_energy() -> None:
-    """Write the energy of all starts until now to the run directory. Collective."""
+def settle() -> None:
+    """Write the rows of all ranks so far, and the energy of all starts. Collective."""
     for recorder in _recorders:
-        recorder.note_energy()
+        recorder.settle()
+
+
+def start_at(step: int) -> None:
+    """Record that ``step`` steps were made before this start. Local."""
+    for recorder in _recorders:
+        recorder.start_at(step)
 
 
 def end() -> None:
     """Write all rows and the energy, and end the record. Collective."""
-    note_energy()
     while _recorders:
         _recorders.pop().close()
 

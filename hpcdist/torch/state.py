@@ -299,7 +299,7 @@ def save(
         pieces = [held.piece(name, saves=True) for name, held in collector.tensors.items()]
         path = arrays.save_pieces(directory, pieces, trees, step=step, keep=keep, comm=where, background=background)
     if comm is None:
-        metrics.note_energy()
+        metrics.settle()
     return path
 
 
@@ -311,7 +311,7 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
     the checkpoint do not match ``state``.
     """
     where = communicator_of(comm)
-    arrays.finish_saves()
+    arrays.finish_saves(where)
 
     def take(path: Path | None) -> dict[str, Any] | None:
         return None if path is None else _restore(where, path, state)

@@ -6,6 +6,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from hpcdist.checkpoint.state import finish_saves
 from hpcdist.comm.mpi.world import start_world
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.torch import metrics
@@ -44,6 +45,7 @@ def exit_if_stopped(save: Callable[[], object]) -> None:
 
 def leave(code: int) -> NoReturn:
     """End the program after a stop request with exit code ``code`` on all ranks. Collective."""
+    finish_saves()
     metrics.note_stop()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -66,6 +68,7 @@ def trainer_callback() -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             self.logged = state.global_step
+            metrics.start_at(state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             self.code = should_stop()

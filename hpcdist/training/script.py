@@ -24,6 +24,7 @@ import numpy as np
 from hpcdist.adapters.torch.model import DEFAULTS
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import RunLock
@@ -42,6 +43,7 @@ from hpcdist.strategies.schedule.replica_check import check_batch
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.build.trainer import STATISTICS
 from hpcdist.training.data import SampleOrder, own_samples
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
@@ -95,9 +97,7 @@ class Training:
             return session, run_directory.prepare_run_directory(session.comm, self.recipe, path, resume, lock)
 
         self._session, run = end_records(begin)  # the flight recorder of this training uses the same directory
-        for stage in model.stages:
-            if hasattr(stage, "share_constants"):
-                stage.share_constants(self._session.comm.broadcast)
+        self._share_untrained(model)
         self._job = TrainingJob(self.recipe, run, self._stop_requests, lock, as_json=False, script_model=model)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
         self._loop = self._job.open(self._session, self.recipe, origin)
@@ -114,6 +114,22 @@ class Training:
                     stage.guard("this rank holds its parameters only during a step; use `training.evaluate`")
         self._pid = os.getpid()
         atexit.register(self._forgotten)
+
+    def _share_untrained(self, model: Model) -> None:
+        comm, recipe = self._session.comm, self.recipe
+        stages: list[Any] = [stage for stage in model.stages if hasattr(stage, "share_untrained")]
+        shapes = [[(key, tuple(one.shape), str(one.dtype)) for key, one in s.untrained().items()] for s in stages]
+        if any(other != shapes for other in comm.allgather_object(shapes)):
+            raise UsageError("the ranks have buffers or frozen parameters of different names, shapes or types")
+        for stage in stages:
+            stage.share_untrained(comm.broadcast)
+        again = recipe.parallel.recompute or recipe.run.recomputes or recipe.parallel.partition == "measured"
+        if again and any(stage.statistics() for stage in stages):
+            raise ConfigurationError(
+                "parallel.recompute, parallel.partition = 'measured', run.recompute_every_steps and "
+                "run.suspicious_factor run forward passes again, which would change the running statistics of "
+                "BatchNorm; remove these keys"
+            )
 
     @property
     def rank(self) -> int:
@@ -239,13 +255,23 @@ class Training:
         self._session.comm.barrier()  # all files are complete before any rank reads them
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Close the training. Return {"LAYER.NAME": copy of the final parameter}. Collective; local after `close`."""
+        """Close the training. Return {"LAYER.NAME": copy of the final parameter}. Collective; local after `close`.
+
+        The running statistics of BatchNorm are restored in the modules.
+        """
         self.close()
         path = self._loop.outcome.checkpoint
         assert path is not None, "close() saves a checkpoint"
         model = self._trainer.model
         store = FlatStore(model.layout, self._trainer.context.master_dtype)
-        restore(path, pieces_of({"parameters": store}, store.parts))
+        statistics = {
+            f"{stage.layer}.{name}": values
+            for stage in model.stages
+            if hasattr(stage, "statistics")
+            for name, values in stage.statistics().items()
+        }
+        pieces = [Piece.whole(STATISTICS, name, values) for name, values in statistics.items()]
+        restore(path, [*pieces_of({"parameters": store}, store.parts), *pieces])
         return {segment.key: store.view(segment.key).copy() for segment in model.layout.segments}
 
     def __enter__(self) -> Self:

@@ -42,11 +42,11 @@ dist.destroy_process_group()
 """
 
 
-def run_script(tmp_path, *arguments, out="run", **variables):
+def run_script(tmp_path, *arguments, out="run", ranks=2, **variables):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     options = ("--out", tmp_path / out) if out else ()
-    done = jobs.hpcdist("run", "-n", "2", *options, "--", "python", script, *arguments, env=os.environ | variables)
+    done = jobs.hpcdist("run", "-n", ranks, *options, "--", "python", script, *arguments, env=os.environ | variables)
     assert done.returncode == 0, done.stderr
     return tmp_path / out if out else None
 
@@ -69,8 +69,7 @@ def test_logged_steps_are_averaged_over_ranks_and_shown_by_all_readers(tmp_path)
     attributes = run.sample.attributes
     moved = [attributes[f"bytes_{way}_per_step"] for way in ("messages", "shared", "unknown")]
     assert 4000 <= sum(moved) <= 9000
-    parts = measured["compute_s"] + measured["communication_s"] + 0.005
-    assert (parts <= measured["step_s"] + 1e-3).all()
+    assert (measured["compute_s"][1:] < measured["step_s"][1:] - 0.004).all(), "without the 5 ms of waiting for data"
     data = report.report(folder)
     text = report.text(data)
     for line in ("strategy +script", "validation loss +80", r"accuracy +0\.2 ", "samples/s"):
@@ -89,6 +88,11 @@ def test_logged_steps_of_a_resumed_script_replace_those_after_the_checkpoint(tmp
     assert steps["step"].tolist() == [*range(1, 16)]
     assert steps["session"].tolist() == [0] * 8 + [1] * 7
     assert set(steps["tokens"].tolist()) == {3}  # only rank 0 logged
+
+
+def test_log_of_one_rank_makes_the_run_directory(tmp_path):
+    folder = run_script(tmp_path, "all", "1", "3", ranks=1)
+    assert side_tables.read(folder / "metrics.h5").steps["step"].tolist() == [1, 2, 3]
 
 
 def test_log_without_run_directory_has_no_effect(tmp_path):

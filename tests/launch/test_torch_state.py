@@ -115,6 +115,8 @@ for step in range(1, 7):
         while not hpcdist.allreduce(float(path.exists()), "min"):  # equal on all ranks
             assert not hpcdist.torch.should_stop()
     if step == 4:
+        model(torch.randn(4, 300)).square().sum().backward()
+        optimizer.step()  # while the state is written
         hpcdist.torch.finish_saves()
         assert path.exists()
         assert hpcdist.torch.load("out", state | {"step": 0})["step"] == 4

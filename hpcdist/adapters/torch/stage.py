@@ -68,14 +68,30 @@ class TorchStage:
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self._specs
 
-    def share_constants(self, broadcast: Callable[[Array], object]) -> None:
-        """Overwrite frozen parameters and buffers with the values of rank 0, by ``broadcast(array)``. Collective."""
-        for _, tensor in (*self.modules.constants(), *self.modules.statistics().items()):
-            plain = tensor.detach().contiguous()
+    def untrained(self) -> dict[str, "torch.Tensor"]:
+        """Return {name: tensor} of the frozen parameters, the buffers and the running statistics of the stage."""
+        return {**dict(self.modules.constants()), **self.modules.statistics()}
+
+    def script_only(self) -> list[str]:
+        """Return a list of the names of frozen parameters and running statistics, which only scripts support."""
+        frozen = [name for name, tensor in self.modules.constants() if isinstance(tensor, library().nn.Parameter)]
+        return [*frozen, *self.modules.statistics()]
+
+    def share_untrained(self, broadcast: Callable[[Array], object]) -> None:
+        """Overwrite the tensors of `untrained` with the values of rank 0, by ``broadcast(array)``. Collective."""
+        torch = library()
+        for name, tensor in self.untrained().items():
+            plain = tensor.detach().clone(memory_format=torch.contiguous_format)
             if plain.numel():
-                broadcast(array_of(plain.reshape(-1).view(library().uint8)))
-            if plain.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(plain)
+                broadcast(array_of(plain.reshape(-1).view(torch.uint8)))
+            if not torch.equal(plain, tensor):
+                try:
+                    tensor.detach().copy_(plain)
+                except RuntimeError as error:  # an expanded tensor
+                    raise UsageError(
+                        f"buffer {name} of stage {self.layer} differs between ranks and shares memory between its "
+                        "elements; make it contiguous, or equal on all ranks"
+                    ) from error
 
     def statistics(self) -> dict[str, Array]:
         """Return {name: 1-D array over the memory of a running statistic}. Forward passes in training change them."""

@@ -8,10 +8,12 @@ from typing import Final
 
 from hpcdist.checkpoint.lock import LOCK_FILE
 from hpcdist.comm.record.run_journal import JOURNAL_FILE
-from hpcdist.constants import PROGRESS_FILE, RECIPE_FILE, STOP_FILE
+from hpcdist.constants import METRICS_FILE, PROGRESS_FILE, RECIPE_FILE, STOP_FILE, USAGE_FILE
 from hpcdist.reporting import regular
 
-RUN_FILES: Final = ("recorder", JOURNAL_FILE, LOCK_FILE, STOP_FILE)  # files of hpcdist in the run directory of a script
+# Files of hpcdist in the run directory of a script.
+OUTPUTS: Final = (METRICS_FILE, USAGE_FILE, "events.jsonl", "tensorboard", "prometheus")
+RUN_FILES: Final = ("recorder", JOURNAL_FILE, LOCK_FILE, STOP_FILE, *OUTPUTS)
 LOG_SUFFIXES: Final = (".log", ".out", ".err")
 MAX_RECORD_BYTES: Final = 1 << 16
 

@@ -19,9 +19,18 @@ class RowChannel:
         self._sent = 0  # messages from this rank since the start
         self._received: Counter[int] = Counter()  # messages received by rank 0, by sender
 
+    @property
+    def name(self) -> str:
+        """Name of the communicator, whose messages may be in flight for longer than a deadline."""
+        return self._channel.name
+
+    def test(self) -> None:
+        """Complete the messages from this rank that have been delivered."""
+        self._in_flight = [request for request in self._in_flight if not request.test()]
+
     def send(self, rows: Any) -> None:
         """Send ``rows`` to rank 0, without waiting. Not on rank 0."""
-        self._in_flight = [request for request in self._in_flight if not request.test()]
+        self.test()
         message = np.frombuffer(bytearray(pickle.dumps(rows)), np.uint8)
         self._in_flight.append(self._channel.isend(message, 0))
         self._sent += 1

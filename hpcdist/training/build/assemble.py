@@ -257,6 +257,13 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
         _check_gpu(recipe)
     source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
     whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.inputs)
+    for stage in () if script_model else whole.stages:
+        if hasattr(stage, "script_only") and (names := stage.script_only()):
+            raise ConfigurationError(
+                f"model.kind = 'import' supports no frozen parameters and no running statistics, but stage "
+                f"{stage.layer} has {', '.join(names[:3])}; train the model in a script with "
+                "hpcdist.training.pytorch.Training"
+            )
     if source.targets is not None:
         whole = whole.predicting(source.targets)
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole

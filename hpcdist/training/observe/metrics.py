@@ -187,6 +187,7 @@ class AsyncRunMetrics(RunMetrics):
 
     def serve(self) -> None:
         """Send new metrics rows to rank 0. On rank 0, write the rows that have arrived. Does not wait. Local."""
+        self._channel.test()
         if self._writer is None:
             if self._common and (len(self._common) >= ROWS_PER_MESSAGE or self._overdue()):
                 self._send()

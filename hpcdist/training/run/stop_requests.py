@@ -103,13 +103,13 @@ class StopRequests:
         self._stop_file, self._time_up = stop_file, time_up
 
     def listen(self, *, early: bool = False) -> None:
-        """Install the signal handlers. ``early``: not for Ctrl-C, and keep other handlers. Main thread only."""
+        """Install the signal handlers. ``early``: only for SIGTERM, unless it has a handler. Main thread only."""
         for number in STOP_CODES:
             handler = signal.getsignal(number)
-            if early and (number == signal.SIGINT or handler is not signal.SIG_DFL):
+            if early and (number != signal.SIGTERM or handler is not signal.SIG_DFL):
                 continue
-            if number not in self._before and (number != signal.SIGHUP or handler is not signal.SIG_IGN):  # nohup
-                self._before[number] = signal.signal(number, self._on_signal)
+            if handler != self._on_signal and (number != signal.SIGHUP or handler is not signal.SIG_IGN):  # nohup
+                self._before.setdefault(number, signal.signal(number, self._on_signal))
 
     def starts(self, *callbacks: Callable[[], object]) -> None:
         """Let a signal call ``*callbacks`` and end this process at once, until `begun` is called. Main thread only."""
@@ -217,10 +217,13 @@ class _Watch:
         self.requests.listen(early=True)
         os.register_at_fork(after_in_child=self.requests.ignore)  # or `Process.terminate` would not end a child
         self.longest_s, self.last = 0.0, math.inf
+        self._listens = False  # to all signals
 
     def counts(self, margin_s: float) -> np.ndarray:
         now = time.monotonic()
-        self.requests.listen()
+        if not self._listens:
+            self.requests.listen()
+            self._listens = True
         self.longest_s, self.last = max(self.longest_s, now - self.last), now
         counts = self.requests.current()
         if time.time() + self.longest_s + margin_s > self.requests.ends:
@@ -232,9 +235,9 @@ _watches: Final[list[_Watch]] = []  # at most one per process
 
 
 def watch_signals() -> None:
-    """From now on, let SIGTERM, SIGHUP and SIGUSR1 request a stop that `should_stop` reports later. Local.
+    """From now on, let SIGTERM request a stop that `should_stop` reports later. Local.
 
-    Handlers that the script has installed stay. Raises ConfigurationError for an invalid SLURM_JOB_END_TIME.
+    A handler that the script has installed stays. Raises ConfigurationError for an invalid SLURM_JOB_END_TIME.
     """
     if not _watches and threading.current_thread() is threading.main_thread():
         _watches.append(_Watch())

@@ -100,7 +100,7 @@ def test_rank_bad_arguments_are_rejected(comm):
     for wrong in (np.zeros(3, complex), np.zeros(3, bool)):
         with pytest.raises(BufferHandoverError, match="dtype .* is not supported; pass array.view"):
             hpcdist.allreduce(wrong, comm=comm)
-    with pytest.raises(UsageError, match="choose sum, mean, max, min"):
+    with pytest.raises(UsageError, match="choose one of sum, mean, max, min"):
         hpcdist.allreduce(np.zeros(3), "product", comm=comm)
     for sequence in ([1.0, 2.0], (1.0, 2.0)):  # a copy of which would be reduced
         for call in (hpcdist.allreduce, hpcdist.broadcast):
