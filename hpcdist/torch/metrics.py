@@ -134,7 +134,6 @@ class ScriptMetrics:
         self._step = step
 
     def settle(self) -> None:
-        """Write the rows of all ranks so far, and the energy of all starts. Collective."""
         joules = phases.state()
         self._flush()
         messages = self._channel.drain()

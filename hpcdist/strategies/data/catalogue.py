@@ -49,12 +49,12 @@ Path of a gradient after the backward pass. `operation_list.insert_exchange` pla
     strategies/data/cuts.py          `Cuts.sum`              strategies/data/coded_zero.py    `CompressedSums.sum`
     collectives/sharded.py           `Sharding`              strategies/compressed/reduction.py  `QuantisedReduction`
     collectives/algorithms/ring.py   `reduce_scatter`        comm/communicator.py             `Communicator`
-    comm/communicator.py             `Communicator`          (in both: comm/mpi/communicator.py calls mpi4py)
+    comm/communicator.py             `Communicator`
 
-Then `core/sharded_update.py` updates this rank's cut. The parameters come back by the operation GATHER:
-`CutGatherer.gather`, `Cuts.gather`, and the all-gather of `sharded.py` and `ring.py`, also if gradients are compressed;
-`CompressedGathers` replaces it only with ``compression.parameters``. Under zero1, GATHER follows the update; under
-zero3, it precedes each use.
+In both, the subclass `MpiCommunicator` then calls mpi4py, and `core.sharded_update` updates this rank's cut. The
+parameters come back by the operation GATHER: `CutGatherer.gather`, `Cuts.gather`, and the all-gather of the ring, also
+if gradients are compressed; `CompressedGathers` replaces `Cuts` only with ``compression.parameters``. Under zero1,
+GATHER follows the update; under zero3, it precedes each use.
 """
 
 from collections.abc import Callable, Collection, Sequence
