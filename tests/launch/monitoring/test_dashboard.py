@@ -38,6 +38,7 @@ LABELS = {
     "source": ("gpu", "cpu"),
     "resource": SHARES,
     "direction": ("sent", "received"),
+    "name": ("accuracy",),
 }
 
 pytestmark = [
