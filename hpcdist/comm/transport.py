@@ -28,14 +28,19 @@ class CallSite(NamedTuple):
 
     code: CodeType
     instruction: int
-    line: int
+
+    @property
+    def line(self) -> int:
+        """Number of the line in its file. Computed when asked for, because that takes longer than a small message."""
+        lines = self.code.co_lines()
+        return next((line or 0 for start, stop, line in lines if start <= self.instruction < stop), 0)
 
 
 def call_site_outside(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
     """Return the innermost call in the stack of ``frame`` whose file is not in the directories ``outside``, or None."""
     while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
-    return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
+    return None if frame is None else CallSite(frame.f_code, frame.f_lasti)
 
 
 attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its operations, instead of the calling line
@@ -43,8 +48,9 @@ attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its o
 
 def attribute(site: CallSite | None) -> None:
     """Report ``site`` as the call site of this thread's next operations. None: report the real call sites. Local."""
-    attributed.pop(get_ident(), None)
-    if site is not None:
+    if site is None:
+        attributed.pop(get_ident(), None)
+    else:
         attributed[get_ident()] = site
 
 

@@ -1,7 +1,7 @@
 """Tensors as buffers for communication: 1-D, contiguous, of a dtype that numpy and MPI support.
 
 Bools and 8-bit floats are sent as bytes, complex numbers as pairs of floats. GPU tensors are accessed on the
-operation's stream.
+operation's stream. Without cupy, each operation copies them to pinned host memory and back.
 """
 
 import ctypes
@@ -43,9 +43,7 @@ class Buffer:
     def __init__(self, tensor: torch.Tensor, copy: bool = False) -> None:
         self._tensor = tensor
         self._copy: torch.Tensor | None = None
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            if tensor.is_quantized:
-                raise BufferHandoverError("quantised tensors are not supported; pass tensor.dequantize()")
+        if tensor.layout is not torch.strided:
             kind = str(tensor.layout).removeprefix("torch.")
             raise BufferHandoverError(
                 f"{kind} tensors are not supported; pass tensor.to_dense(). For the gradients of an embedding, set "
@@ -55,8 +53,8 @@ class Buffer:
             raise BufferHandoverError(
                 f"a tensor on the device {tensor.device} cannot be communicated; move the tensor to cpu or cuda"
             )
-        is_aligned = tensor.is_cuda or tensor.data_ptr() % min(tensor.element_size(), 8) == 0
-        if copy or not (tensor.is_contiguous() and is_aligned) or tensor.is_conj() or tensor.is_neg():
+        is_usable = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if copy or not (is_usable and (tensor.is_cuda or tensor.data_ptr() % min(tensor.itemsize, 8) == 0)):
             plain = tensor.detach().resolve_conj().resolve_neg()
             tensor = self._copy = plain.clone(memory_format=torch.contiguous_format)
         if tensor.is_cpu:
@@ -66,7 +64,13 @@ class Buffer:
         # The array of a GPU tensor is created by the thread that runs the operation, on the operation's stream.
         if name != "array":
             raise AttributeError(name)
-        self.array = array_of(self._tensor if self._copy is None else self._copy)
+        memory = self._tensor if self._copy is None else self._copy
+        if not streams.has_cupy():
+            streams.record_use(memory)
+            self._copy = streams.pinned_like(memory)
+            self._copy.copy_(memory.detach())
+            memory = self._copy
+        self.array = array_of(memory)
         return self.array
 
     @property
@@ -108,15 +112,18 @@ def array_of(memory: torch.Tensor) -> Array:
     """Return a 1-D array over the memory of a contiguous tensor. Raises BufferHandoverError for unsupported dtypes."""
     dtype = _SEEN_AS.get(memory.dtype)
     if dtype is None:
+        if memory.is_quantized:
+            raise BufferHandoverError("quantised tensors are not supported; pass tensor.dequantize()")
         raise BufferHandoverError(f"tensors of {memory.dtype} cannot be communicated; pass tensor.view(torch.uint8)")
     if memory.is_cuda:
         streams.record_use(memory)
         view: Array = device.cupy().from_dlpack(memory.detach().reshape(-1).view(torch.uint8)).view(dtype)
         return view
     # Not `memory.numpy()`: PyTorch then forbids resizing the storage, which FSDP needs to free parameters.
-    block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    nbytes = memory.nbytes
+    block = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
     block.tensor = memory  # type: ignore[attr-defined]  # keeps the memory alive as long as the array
-    return np.ndarray(memory.nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
+    return np.ndarray(nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:

@@ -11,7 +11,6 @@ in rank order. Their cost for n bytes on p ranks is
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -59,11 +58,16 @@ class Reduction:
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
     """Convert PyTorch's ReduceOp ``op`` to a `Reduction`. Raises UsageError if the dtype of ``tensor`` lacks ``op``."""
     kind, factor = op.__getstate__()
-    reduction = _reduction(kind, tensor.dtype)
+    key = int(kind), tensor.dtype  # hashing a member of a C++ enumeration is slow
+    reduction = _reductions.get(key)
+    if reduction is None:
+        reduction = _reductions[key] = _reduction(kind, tensor.dtype)
     return reduction if factor is None else replace(reduction, factor=factor)
 
 
-@lru_cache(maxsize=256)  # comparing members of a C++ enumeration is slow
+_reductions: Final[dict[tuple[int, torch.dtype], Reduction]] = {}
+
+
 def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     if dtype is torch.bool:
         kind = _ON_BOOLS.get(kind, kind)
@@ -139,7 +143,8 @@ def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str
 
 def _allreduce(comm: Communicator, array: Array, how: Reduction, algorithm: str) -> None:
     if array.size:
-        premultiply(array, how)
+        if how.factor is not None:
+            premultiply(array, how)
         if how.op:
             scale = 1.0 / comm.size if how.average and array.dtype.kind not in "iu" else 1.0
             chosen = algorithm_for(comm, array) if algorithm == "auto" else algorithm

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from hpcdist import collectives
-from hpcdist.arrays.gpu import device as gpu
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.start import refuse_worker
@@ -31,6 +31,13 @@ from hpcdist.torch.work import NO_TIMEOUT, BatchWork, CollectiveWork, OperationQ
 NAME: Final = "hpcdist"
 # Operations are attributed to the innermost line outside of PyTorch and this package.
 OUTSIDE: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+# Recorded names of operations whose function has another name.
+_NAMES: Final = {
+    calls.allreduce: "all_reduce",
+    calls.all_gather_list: "all_gather",
+    calls.reduce_scatter_list: "reduce_scatter",
+    calls.all_to_all_list: "all_to_all",
+}
 _ProcessGroup: Any = dist.ProcessGroup  # its type stubs lack a constructor and some methods
 
 
@@ -64,6 +71,8 @@ class Group(_ProcessGroup):
         self._mailbox = Mailbox(comm.dup("messages"), has_thread)
         self._group_name, self._group_description = comm.name, ""
         self._batch: list[Work] | None = None  # of an active coalescing manager
+        self._finished = Work([])  # returned by blocking operations: PyTorch does not read its result
+        self._finished.end()
         self._streams: Streams | None = None  # of this group's GPU, set by its first GPU tensor
         self._ended = False
 
@@ -83,31 +92,29 @@ class Group(_ProcessGroup):
     ) -> Work:
         # ``run`` writes the tensors ``result``.
         self._check_lives()
-        work = CollectiveWork(self._queue, run, result, call_site_outside(sys._getframe(1), OUTSIDE), gpu_streams, name)
-        work.timeout = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)  # negative if not set
-        if _is_asynchronous(opts):
-            self._queue.start(work)
-        else:
-            if work.timeout:
-                self._queue.start(work).wait()
-            else:
-                self._queue.run(work)
-            if gpu_streams is not None:
-                # The host waited until the operation was enqueued; the current CUDA stream waits until it ends.
-                work.hold_back()
+        site = call_site_outside(sys._getframe(1), OUTSIDE)
+        timeout, blocks = getattr(opts, "timeout", NO_TIMEOUT), not _is_asynchronous(opts)  # negative if not set
+        if blocks and gpu_streams is None and timeout <= NO_TIMEOUT:
+            self._queue.run(name, run, result, site)
+            return self._entered(self._finished)
+        work = CollectiveWork(self._queue, run, result, site, gpu_streams, name)
+        work.timeout = max(timeout, NO_TIMEOUT)
+        self._queue.start(work, wake=not blocks or timeout > NO_TIMEOUT)
+        if blocks:
+            work.wait()  # the host waits until the operation is enqueued; the current CUDA stream, until it ends
         return self._entered(work)
 
     def _run_each(
         self, call: Callable[..., None], arguments: Sequence[Any], result: Sequence[torch.Tensor], opts: Any
     ) -> Work:
 
-        def run() -> None:
+        def run_all() -> None:
             for values in arguments:
                 call(self.comm, *values)
 
+        run = partial(call, self.comm, *arguments[0]) if len(arguments) == 1 else run_all
         gpu_streams = self._streams_for(devices_of(arguments)) if streams.HAS_GPU else None
-        name = call.__name__.removesuffix("_list").replace("allreduce", "all_reduce")
-        return self._run(name, run, result, opts, gpu_streams)
+        return self._run(_NAMES.get(call) or call.__name__, run, result, opts, gpu_streams)
 
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
         if len(devices) > 1:
@@ -119,6 +126,8 @@ class Group(_ProcessGroup):
         if device is None or device.type == "cpu":
             return None
         if self._streams is None:
+            if self.options.algorithm == "nccl":
+                streams.check_cupy("Options(algorithm='nccl')")
             self._streams = Streams(device)
         if device != self._streams.device:
             raise UsageError(
@@ -262,16 +271,14 @@ class Group(_ProcessGroup):
             if start_event is not None:
                 start_event.synchronize()
             elif self._streams is not None:
-                gpu.produced()
+                self._streams.mark().synchronize()
             self.comm.barrier()
 
         return self._run("barrier", run, [], opts, self._streams)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         seconds = timeout.total_seconds()
-        self._queue.run(
-            CollectiveWork(self._queue, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [])
-        ).wait()
+        self._queue.run("", lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [], None)
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
         gpu_streams = self._check_message(tensors, peer)
@@ -400,11 +407,12 @@ def _root(options: Any) -> int:
 
 
 def _op(options: Any) -> Any:
-    if isinstance(options, dist.ReduceOp):
-        return options
-    if isinstance(options, dist.ReduceOp.RedOpType):
-        return dist.ReduceOp(options)
-    return dist.ReduceOp(dist.ReduceOp.SUM) if options is None else options.reduceOp
+    try:
+        return options.reduceOp
+    except AttributeError:
+        if isinstance(options, dist.ReduceOp):
+            return options
+        return dist.ReduceOp(dist.ReduceOp.SUM if options is None else options)
 
 
 def _is_asynchronous(options: Any) -> bool:

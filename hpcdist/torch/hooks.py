@@ -24,6 +24,7 @@ from hpcdist.reporting.nearest import nearest
 from hpcdist.strategies.compressed.config import COMPRESSORS, READ_BY, CompressionConfig
 from hpcdist.strategies.compressed.reduction import GradientCoder
 from hpcdist.strategies.compressed.registry import BucketReduction, reduction_of
+from hpcdist.torch import streams
 from hpcdist.torch.buffers import array_of
 from hpcdist.torch.group import Group
 
@@ -97,6 +98,8 @@ def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     tensor = bucket.buffer()
     if tensor.dtype is not torch.float32:
         raise UsageError(f"gradients of {tensor.dtype} cannot be compressed; train in float32, or under torch.autocast")
+    if tensor.is_cuda:
+        streams.check_cupy("hpcdist.torch.compress on a GPU")
     reducer, group = state.bucket(bucket.parameters()), state.group
 
     def run() -> None:

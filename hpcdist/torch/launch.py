@@ -52,6 +52,8 @@ def start() -> World:
         _set_address(world)
     if on_gpu:
         torch.cuda.set_device(device.index())
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     return world
 
 
@@ -59,8 +61,7 @@ def _has_gpu() -> bool:
     try:
         return torch.cuda.is_available() and device.count() > 0
     except MissingCapabilityError:
-        # Without cupy, tensors on a GPU cannot be communicated.
-        return False
+        return False  # without cupy, GPU tensors are communicated through host memory
 
 
 def _set_address(world: World) -> None:

@@ -7,10 +7,11 @@ With NCCL and a thread in the process group, the host does not wait. Otherwise t
 Each thread has its own communication stream.
 """
 
+import functools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,28 @@ from hpcdist.errors import MissingCapabilityError
 HAS_GPU: Final = cuda.is_available()
 
 
+@functools.cache
+def has_cupy() -> bool:
+    """Return True if cupy can be imported. Without cupy, operations copy GPU tensors to the host. Local."""
+    try:
+        gpu.cupy()
+    except MissingCapabilityError:
+        return False
+    return True
+
+
+def check_cupy(feature: str) -> None:
+    """Raise MissingCapabilityError if cupy cannot be imported. ``feature``: the feature that uses cupy. Local."""
+    if not has_cupy():
+        major = (torch.version.cuda or "12").partition(".")[0]
+        raise MissingCapabilityError(f"{feature} needs the package cupy; run pip install 'hpcdist[cuda{major}x]'")
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a new contiguous tensor in pinned host memory, with the shape and dtype of the GPU ``tensor``. Local."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
 class _CommunicationStream:
     # CUDA stream of one thread. After the thread ends, another thread may reuse it.
     def __init__(self, device: torch.device) -> None:
@@ -29,8 +52,11 @@ class _CommunicationStream:
         try:
             self._pair = self._free.pop()
         except IndexError:
-            stream = gpu.new_stream()
-            self._pair = stream, cuda.ExternalStream(stream.ptr, device=device)
+            if has_cupy():
+                stream = gpu.new_stream()
+                self._pair = stream, cuda.ExternalStream(stream.ptr, device=device)
+            else:
+                self._pair = nullcontext(), cuda.Stream(device)
         self.cupy, self.torch = self._pair
 
     def __del__(self) -> None:
@@ -50,18 +76,9 @@ _here: Final = _Local()
 
 
 class Streams:
-    """CUDA streams for operations on the GPU ``device``. Raises MissingCapabilityError without cupy or a GPU driver."""
+    """CUDA streams for operations on the GPU ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            gpu.cupy()
-        except MissingCapabilityError as error:
-            major = (torch.version.cuda or "12").partition(".")[0]
-            raise MissingCapabilityError(
-                f"tensors on {device} need the package cupy ({error.__cause__}); run pip install "
-                f"'hpcdist[cuda{major}x]', or communicate tensor.cpu()"
-            ) from error
-        gpu.count()
         self.device = device
 
     def mark(self) -> cuda.Event:

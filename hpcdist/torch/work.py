@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Any, Final, NoReturn
 
@@ -39,6 +39,11 @@ def exposed_s() -> float:
     return _exposed_s[0]
 
 
+@lru_cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class _Failed:
     # Value of a PyTorch future for a failed operation: Python cannot set an error in a C++ future.
     def __init__(self, error: BaseException) -> None:
@@ -56,17 +61,17 @@ class Work(dist.Work):
 
     streams: Streams | None = None  # CUDA streams of GPU tensors; None: host tensors
     end_event: cuda.Event | None = None
+    done = False  # True: the operation has ended or, for GPU tensors, is in a CUDA stream
+    _error: BaseException | None = None
+    _future: Any = None
+    _unsettled: Any = None
+    _ended: threading.Event | None = None  # for threads that wait with a timeout
 
     def __init__(self, result: Sequence[torch.Tensor], streams: Streams | None = None) -> None:
         super().__init__()
-        self.done = False  # True: the operation has ended or, for GPU tensors, is in a CUDA stream
         if streams is not None:
             self.streams = streams
         self._result = result
-        self._error: BaseException | None = None
-        self._future: Any = None
-        self._unsettled: Any = None
-        self._ended: threading.Event | None = None  # for threads that wait with a timeout
 
     def _complete(self, timeout: timedelta) -> None:
         raise NotImplementedError
@@ -171,21 +176,13 @@ class CollectiveWork(Work):
         self.site = site
         self._run: Callable[[], object] | None = run
 
-    def size(self) -> tuple[str, int]:
-        """Return (dtype name, element count) for the event log, or ("uint8", 0) if sizes may differ between ranks."""
-        if self.name not in ONE_SIZE or not self._result:
-            return "uint8", 0
-        return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
-
-    def perform(self) -> None:
-        """Perform the collective. If it fails, store the error for `wait` to raise. Only the queue calls this, once."""
+    def perform(self, record: Callable[..., None]) -> None:
+        """Perform the collective by ``record``. If it fails, store the error for `wait`. Only the queue calls this."""
         assert self._run is not None
+        run = self._run if self.streams is None else partial(self._enqueue, self._run, self.streams)
         error = None
         try:
-            if self.streams is None:
-                self._run()
-            else:
-                self._enqueue(self._run, self.streams)
+            record(self.name, run, self._result, self.site)
         except BaseException as raised:  # noqa: BLE001 (raised again by `wait`)
             error = raised
         self._run = None
@@ -256,21 +253,30 @@ class OperationQueue:
         self._computing: SimpleQueue[tuple[cuda.Event, int] | None] = SimpleQueue()
         self._watcher: threading.Thread | None = None
 
-    def run(self, work: CollectiveWork) -> CollectiveWork:
-        """Queue the collective ``work``, wait until it has ended, and return ``work``."""
+    def run(self, name: str, run: Callable[[], object], result: Sequence[torch.Tensor], site: CallSite | None) -> None:
+        """Run the queued collectives, then the collective ``run`` on host tensors, in this thread."""
+        if self._runner == threading.get_ident():
+            self._record(name, run, result, site)  # called by a callback of an operation: runs directly after it
+            return
+        start = time.perf_counter()
+        self._turn.acquire()
+        self._runner = threading.get_ident()
+        try:
+            while self._waiting:
+                self._perform(self._waiting.popleft())
+            self._record(name, run, result, site)
+        finally:
+            self._runner = None
+            self._turn.release()
+            _exposed_s[0] += time.perf_counter() - start
+
+    def start(self, work: CollectiveWork, *, wake: bool = True) -> CollectiveWork:
+        """Queue the collective ``work``, and return ``work``. If ``wake`` is False, a waiting thread performs it."""
         if self._runner == threading.get_ident():
             self._perform(work)  # called by a callback of an operation: runs directly after this operation
             return work
         self._waiting.append(work)
-        self.complete(work, NO_TIMEOUT)
-        return work
-
-    def start(self, work: CollectiveWork) -> CollectiveWork:
-        """Queue the collective ``work``, and return ``work`` without waiting."""
-        if self._runner == threading.get_ident():
-            return self.run(work)
-        self._waiting.append(work)
-        if self.has_thread:
+        if wake and self.has_thread:
             self._wake()
         return work
 
@@ -330,14 +336,27 @@ class OperationQueue:
 
     def _perform(self, work: CollectiveWork) -> None:
         # Operations started by callbacks run directly afterwards in the same thread: all ranks have one order.
-        events = self._events()
-        attribute(work.site)
-        token = events.begin(self.name, work.name, *work.size(), 0, -1, 0) if work.name else None
-        work.perform()
-        if token is not None and work.exception() is None:
-            events.end(token)
-        attribute(None)
+        work.perform(self._record)
         work.settle()
+
+    def _record(
+        self, name: str, run: Callable[[], object], result: Sequence[torch.Tensor], site: CallSite | None
+    ) -> None:
+        events = self._events()
+        attribute(site)
+        try:
+            if not name:
+                run()
+                return
+            # Sizes are recorded only if they are equal on all ranks.
+            is_equal = name in ONE_SIZE and result
+            dtype = _dtype_name(result[0].dtype) if is_equal else "uint8"
+            count = sum([tensor.numel() for tensor in result]) if is_equal else 0
+            token = events.begin(self.name, name, dtype, count, 0, -1, 0)
+            run()
+            events.end(token)  # a failed operation stays open
+        finally:
+            attribute(None)
 
     def _serve(self) -> None:
         while self._calls.get():

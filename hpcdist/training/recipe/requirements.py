@@ -115,10 +115,10 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
-    """Return [message] if a script in the command line ``program`` needs the missing module cupy, else []."""
+    """Return [message] if cupy is missing and a script in the command line ``program`` may use GPU tensors, else []."""
     for word in program:
         if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
-            return [f"{word}: tensors on GPUs need the module cupy, which {sys.executable} does not have: {_CUPY.cure}"]
+            return [f"{word}: {sys.executable} lacks cupy, so GPU tensors go through host memory: {_CUPY.cure}"]
     return []
 
 
