@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,9 @@ from hpcdist.torch.work import NO_TIMEOUT, BatchWork, CollectiveWork, OperationQ
 NAME: Final = "hpcdist"
 # Operations are attributed to the innermost line outside of PyTorch and this package.
 OUTSIDE: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+# Operations whose result has the same size on all ranks.
+ONE_SIZE: Final = (calls.allreduce, calls.broadcast, calls.reduce, calls.all_gather, calls.all_gather_list)
+ENGINE: Final = os.path.join(os.path.dirname(torch.__file__), "autograd") + os.sep
 _ProcessGroup: Any = dist.ProcessGroup  # its type stubs lack a constructor and some methods
 
 
@@ -66,12 +70,13 @@ class Group(_ProcessGroup):
         self._batch: list[Work] | None = None  # of an active coalescing manager
         self._streams: Streams | None = None  # of this group's GPU, set by its first GPU tensor
         self._ended = False
+        self._backward, self._buckets = -1, 0  # graph task of the last backward pass, and its number of DDP buckets
 
-    def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
-        """Queue the function ``run``, whose collective writes the tensors ``result``. Return a `Work` handle."""
+    def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor], name: str) -> Work:
+        """Queue ``run``, whose collective ``name`` writes the tensors ``result``. Return a `Work` handle."""
         gpu_streams = self._streams_for({tensor.device for tensor in result}) if streams.HAS_GPU else None
         site = call_site_outside(sys._getframe(1), OUTSIDE)
-        return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
+        return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams, name))
 
     def _run(
         self,
@@ -80,10 +85,12 @@ class Group(_ProcessGroup):
         result: Sequence[torch.Tensor],
         opts: Any,
         gpu_streams: Streams | None = None,
+        size: tuple[str, int] = ("uint8", 0),
     ) -> Work:
         # ``run`` writes the tensors ``result``.
         self._check_lives()
-        work = CollectiveWork(self._queue, run, result, call_site_outside(sys._getframe(1), OUTSIDE), gpu_streams, name)
+        site = call_site_outside(sys._getframe(1), OUTSIDE)
+        work = CollectiveWork(self._queue, run, result, site, gpu_streams, name, size)
         work.timeout = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)  # negative if not set
         if _is_asynchronous(opts):
             self._queue.start(work)
@@ -98,7 +105,12 @@ class Group(_ProcessGroup):
         return self._entered(work)
 
     def _run_each(
-        self, call: Callable[..., None], arguments: Sequence[Any], result: Sequence[torch.Tensor], opts: Any
+        self,
+        call: Callable[..., None],
+        arguments: Sequence[Any],
+        result: Sequence[torch.Tensor],
+        opts: Any,
+        name: str = "",
     ) -> Work:
 
         def run() -> None:
@@ -106,8 +118,12 @@ class Group(_ProcessGroup):
                 call(self.comm, *values)
 
         gpu_streams = self._streams_for(devices_of(arguments)) if streams.HAS_GPU else None
-        name = call.__name__.removesuffix("_list").replace("allreduce", "all_reduce")
-        return self._run(name, run, result, opts, gpu_streams)
+        name = name or call.__name__.removesuffix("_list").replace("allreduce", "all_reduce")
+        size = "uint8", 0
+        if result and (call in ONE_SIZE or call is calls.reduce_scatter):
+            count = sum(tensor.numel() for tensor in result) * (1 if call in ONE_SIZE else self.comm.size)
+            size = str(result[0].dtype).removeprefix("torch."), count
+        return self._run(name, run, result, opts, gpu_streams, size)
 
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
         if len(devices) > 1:
@@ -148,7 +164,20 @@ class Group(_ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors, algorithm = _as_list(tensors), self.options.algorithm
         each = [(Buffer(tensor), reduction_of(_op(opts), tensor), algorithm) for tensor in tensors]
-        return self._run_each(calls.allreduce, each, tensors, opts)
+        return self._run_each(calls.allreduce, each, tensors, opts, self._bucket(sys._getframe(1), tensors[0]))
+
+    def _bucket(self, caller: FrameType | None, tensor: torch.Tensor) -> str:
+        # Return the name of the allreduce of a bucket, or "". DistributedDataParallel calls `allreduce` from C++ in the
+        # backward pass: once per bucket in order, then for its int32 map of unused parameters.
+        backward = torch._C._current_graph_task_id()
+        if backward < 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+            return ""
+        if caller is not None and not caller.f_code.co_filename.startswith(ENGINE):
+            return ""
+        if backward != self._backward:
+            self._backward, self._buckets = backward, 0
+        self._buckets += 1
+        return f"all_reduce bucket {self._buckets - 1}"
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors, algorithm = _as_list(tensors), self.options.algorithm

@@ -26,7 +26,9 @@ from hpcdist.comm.transport import LARGEST_TAG
 from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import format_joules
+from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.torch import metrics
+from hpcdist.training.recipe.recipe import load
 
 _ports: Final = set[str]()  # chosen by this module
 
@@ -107,13 +109,15 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
 
     ``world``: this job. ``timeout``: time limit of each operation. All ranks must call the returned function.
     """
-    record(world, timeout.total_seconds())
+    prints_energy, run_dir = world.bcast((os.environ.get(ENERGY, "0") == "1", os.environ.get(RUN_DIR)))
+    # On rank 0, the configuration comes from the site, the user and the environment.
+    config = world.bcast(load().recipe.telemetry if run_dir and world.rank == 0 else TelemetryConfig())
+    record(world, timeout.total_seconds(), spans=bool(run_dir) and config.trace)
     program = ExitStack()
     if os.environ.get("MASTER_PORT") in _ports:
         program.callback(_set_address, world)
-    prints_energy, run_dir = world.bcast((os.environ.get(ENERGY, "0") == "1", os.environ.get(RUN_DIR)))
     if run_dir:
-        metrics.begin(world, Path(run_dir))
+        metrics.begin(world, Path(run_dir), config)
         program.callback(metrics.end)
     program.callback(finish_saves)
     if prints_energy:

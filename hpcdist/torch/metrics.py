@@ -9,7 +9,6 @@ import math
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,19 +25,21 @@ from hpcdist.energy import phases
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry import provenance
+from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics import observations, quantities
 from hpcdist.telemetry.metrics.quantities import StepRow
 from hpcdist.telemetry.metrics.row_channel import RowChannel
 from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE, PER_RANK, MetricsWriter
 from hpcdist.telemetry.step_events import StepEvents
-from hpcdist.torch import work
-from hpcdist.training.recipe.recipe import load
+from hpcdist.torch import activity
+from hpcdist.torch.activity import Activities
 
 FLUSH_S: Final = 5.0  # interval at which a rank sends its rows, and rank 0 writes
 ROWS_PER_MESSAGE: Final = 256
 WAIT_S: Final = 4 * FLUSH_S  # time in which rank 0 expects the first rows of all ranks that call `log`
 LONG: Final = ("validation", "checkpoint")  # phases whose energy is measured
+METRICS: Final = "write metrics"  # label of the span in which this module sends and writes rows
 PHASES: Final = ("data", "update", *LONG)
 STRATEGY: Final = "script"
 
@@ -53,27 +54,27 @@ class LoggedRow(NamedTuple):
     learning_rate: float
     validation_loss: float
     figures: Mapping[str, float]
-    seconds: Mapping[str, float] = {}  # "step", "communication", and the phases of the script
+    seconds: Mapping[str, float] = {}  # by phase: "compute", "communication", and the phases of the script
     sent_bytes: float = math.nan
 
 
 class ScriptMetrics:
     """Recorder of the steps of a script on this rank. Construction and `close` are collective."""
 
-    def __init__(self, world: World, directory: Path) -> None:
+    def __init__(self, world: World, directory: Path, config: TelemetryConfig) -> None:
         self._comm = comm = world.comm
         self._channel, self._rank = RowChannel(comm), comm.rank
         if world.session.watchdog is not None:  # rows wait for the next call of `log` on rank 0
             world.session.watchdog.limit(self._channel.name, math.inf)
         self._traffic = comm.events = OperationTiming(comm.events)
         self._rows: list[LoggedRow] = []
-        self._sent_s = self._boundary = time.monotonic()
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
-        self._step = 0  # the last step, or 0
+        self._sent_s = time.monotonic()
+        self._activities = Activities(world.session.spans)
+        activity.set_current(self._activities)
+        self._step = 0  # the last step with a row, or 0
         self._warm: tuple[int, BytesMoved] | None = None  # the first step, and the bytes until its end
-        self._exposed_s, self._moved = work.exposed_s(), BytesMoved()  # until the last step
-        self._in_phase = False
-        self._writer = _RowWriter(world, directory) if comm.rank == 0 else None
+        self._moved = BytesMoved()  # until the last step
+        self._writer = _RowWriter(world, directory, config) if comm.rank == 0 else None
         self.end = FINISHED
 
     def add(self, row: LoggedRow) -> None:
@@ -82,27 +83,32 @@ class ScriptMetrics:
         if row.loss is not None:
             # A row that stands for several steps has their mean values.
             count = max(1, row.step - self._step) if self._step else 1
-            exposed_s, moved = work.exposed_s(), self._traffic.moved()
-            spent = {**self._seconds, "step": now - self._boundary, "communication": exposed_s - self._exposed_s}
-            seconds = {name: value / count for name, value in spent.items()}
+            self.end_step(row.step)
+            moved = self._traffic.moved()
+            seconds = {name: value / count for name, value in self._activities.take_seconds().items()}
             sent_bytes = moved.since(self._moved).messages / count
             row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes)
-            self._step, self._exposed_s, self._moved, self._boundary = row.step, exposed_s, moved, now
+            self._step, self._moved = row.step, moved
             self._warm = self._warm or (row.step, moved)  # the first step measures algorithms
-            self._seconds.clear()
         self._rows.append(row)
         if now - self._sent_s >= FLUSH_S or len(self._rows) >= ROWS_PER_MESSAGE:
             self._sent_s = now
             self._flush()
 
+    def end_step(self, step: int) -> None:
+        """Record that ``step`` has ended, if it is later than the last step. Local."""
+        if step > self._activities.step:
+            self._activities.end_step(step)
+
     def _flush(self) -> None:
-        rows, self._rows = self._rows, []
-        if self._rank:
-            if rows:
-                self._channel.send(rows)
-            return
-        messages = [(0, rows), *self._channel.arrived()]
-        self._record(lambda writer: writer.write(messages))
+        with self._spanned("other", METRICS):
+            rows, self._rows = self._rows, []
+            if self._rank:
+                if rows:
+                    self._channel.send(rows)
+                return
+            messages = [(0, rows), *self._channel.arrived()]
+            self._record(lambda writer: writer.write(messages))
 
     def _record(self, act: Callable[["_RowWriter"], None]) -> None:
         # The script goes on without metrics if rank 0 cannot write: other ranks would wait in their collectives.
@@ -116,22 +122,22 @@ class ScriptMetrics:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the time of the ``with`` body to phase ``name`` of the current step. Local."""
-        if self._in_phase:  # the outer phase counts
+        with self._spanned(name) as is_outer, phases.window(name) if is_outer and name in LONG else nullcontext():
             yield
-            return
-        self._in_phase = True
-        start, exposed_s = time.monotonic(), work.exposed_s()
+
+    @contextmanager
+    def _spanned(self, phase: str, name: str = "") -> Iterator[bool]:
+        # Yield False within another phase: the outer phase counts.
+        is_outer = self._activities.enter(phase, name)
         try:
-            with phases.window(name) if name in LONG else nullcontext():
-                yield
+            yield is_outer
         finally:
-            self._in_phase = False
-            # The wait for collectives is counted as communication.
-            self._seconds[name] += time.monotonic() - start - (work.exposed_s() - exposed_s)
+            if is_outer:
+                self._activities.leave()
 
     def start_at(self, step: int) -> None:
         """Record that ``step`` steps were made before this start, for the count of steps in the first row. Local."""
-        self._step = step
+        self._step = self._activities.step = step
 
     def settle(self) -> None:
         joules = phases.state()
@@ -143,6 +149,7 @@ class ScriptMetrics:
     def close(self) -> None:
         """Write everything, and end the event log. Collective."""
         self.settle()
+        activity.set_current(None)
         self._channel.free()
         self._comm.events = self._traffic.inner
         first, until = self._warm or (self._step, self._moved)
@@ -153,9 +160,8 @@ class ScriptMetrics:
 
 class _RowWriter:
     # Rank 0's writer of the rows of all ranks. It creates its files with the first row.
-    def __init__(self, world: World, directory: Path) -> None:
-        self._world, self._directory = world, directory
-        self._config = load().recipe.telemetry  # from the site, the user and the environment
+    def __init__(self, world: World, directory: Path, config: TelemetryConfig) -> None:
+        self._world, self._directory, self._config = world, directory, config
         self._begun = time.monotonic()
         self._last: dict[int, int] = {}  # last logged step of each rank that has called `log`
         self._seen: dict[int, float] = {}  # time of this rank's last rows
@@ -217,14 +223,11 @@ class _RowWriter:
         rate, samples = rows[0].learning_rate, round(sum(weights))
         wide = {name: np.full(self._world.size, math.nan) for name in (*PER_RANK, "data_s")}
         for rank, row in ranks.items():
-            seconds = row.seconds
-            named = {name: seconds.get(name, 0.0) for name in ("communication", "update", "data")}
-            held_s = sum(seconds.get(name, 0.0) for name in LONG)
-            if held_s:
+            if any(name in row.seconds for name in LONG):
                 self._events.hold_up(step)
-            computed_s = max(0.0, seconds["step"] - sum(named.values()) - held_s)
-            for name, value in {**named, "step": seconds["step"], "compute": computed_s}.items():
-                wide[f"{name}_s"][rank] = value
+            wide["step_s"][rank] = math.fsum(row.seconds.values())
+            for name in ("compute", "communication", "update", "data"):
+                wide[f"{name}_s"][rank] = row.seconds.get(name, 0.0)
             wide["sent_bytes"][rank] = row.sent_bytes
         if self._has_step:
             self._waits = self._waits[0] + 1, self._waits[1] + float(np.nanmean(wide["data_s"]))
@@ -276,7 +279,7 @@ def _say(text: str) -> None:
 _recorders: Final[list[ScriptMetrics]] = []  # of this process
 
 
-def begin(world: World, directory: Path) -> None:
+def begin(world: World, directory: Path, config: TelemetryConfig) -> None:
     """Record the rows of `log`, and the energy, in the run directory ``directory`` until `end`. Collective."""
     usage = regular.json_or_none(directory / USAGE_FILE) if world.rank == 0 else None
     usage = world.bcast(usage)
@@ -286,7 +289,7 @@ def begin(world: World, directory: Path) -> None:
             phases.restore(usage.get("joules"))
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-    _recorders.append(ScriptMetrics(world, directory))
+    _recorders.append(ScriptMetrics(world, directory, config))
 
 
 def settle() -> None:
@@ -299,6 +302,12 @@ def start_at(step: int) -> None:
     """Record that ``step`` steps were made before this start. Local."""
     for recorder in _recorders:
         recorder.start_at(step)
+
+
+def end_step(step: int) -> None:
+    """Record that ``step`` has ended, if `log` is not called after every step. Local."""
+    for recorder in _recorders:
+        recorder.end_step(step)
 
 
 def end() -> None:

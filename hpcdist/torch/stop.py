@@ -7,14 +7,25 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch.distributed as dist
 
 from hpcdist.checkpoint.state import finish_saves
-from hpcdist.comm.mpi.world import start_world
+from hpcdist.comm.mpi.world import AnyComm, start_world
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.torch import metrics
+from hpcdist.torch.activity import waiting
 from hpcdist.torch.state import saved
-from hpcdist.training.run.stop_requests import should_stop
+from hpcdist.training.run import stop_requests
 
 Batch = TypeVar("Batch")
 _END: Final[Any] = object()
+
+
+def should_stop(margin_s: float = stop_requests.MARGIN_S, *, comm: AnyComm = None) -> int:
+    """Return 0, or the exit code with which all ranks should exit after saving. Collective. Equal on all ranks.
+
+    Call this once per iteration, from the main thread. Code 130 means Ctrl-C. Code 75 (requeue) means a signal such as
+    SIGTERM, a file ``stop``, or less than ``margin_s`` seconds before the end of the Slurm job.
+    """
+    with waiting("wait should_stop"):
+        return stop_requests.should_stop(margin_s, comm=comm)
 
 
 def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -74,6 +85,7 @@ def trainer_callback() -> Any:
             self.code = should_stop()
             if self.code:
                 control.should_save = control.should_training_stop = True
+            metrics.end_step(state.global_step)  # the Trainer may log only some steps
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
             values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}

@@ -24,19 +24,14 @@ from hpcdist.collectives import nccl, segments
 from hpcdist.comm.failure.exits import before_finalize
 from hpcdist.comm.transport import CallSite, EventSink, attribute
 from hpcdist.errors import DeadlineError
+from hpcdist.torch import activity
+from hpcdist.torch.activity import waiting
 from hpcdist.torch.streams import Streams
 
 NO_TIMEOUT: Final = timedelta(0)
 _guard: Final = threading.Lock()  # guards the state of all handles; held briefly
 END_S: Final = 1.0  # maximum wait at exit for a thread that waits for another rank
-ONE_SIZE: Final = ("all_reduce", "broadcast", "reduce")  # operations with equal sizes on all ranks
 LOOK_S: Final = 0.001  # polling interval for NCCL work
-_exposed_s: Final = [0.0]
-
-
-def exposed_s() -> float:
-    """Return the seconds for which threads of the program have waited for collectives, since the start. Local."""
-    return _exposed_s[0]
 
 
 class _Failed:
@@ -98,9 +93,11 @@ class Work(dist.Work):
         if self._error is not None:
             future._set_unwrap_func(_Failed.result)
             future.set_result(_Failed(self._error))
-            return
-        with nullcontext() if self.streams is None else self.streams.communicating(self.end_event):
-            future.set_result(list(self._result))
+        else:
+            with nullcontext() if self.streams is None else self.streams.communicating(self.end_event):
+                future.set_result(list(self._result))
+        if (activities := activity.current()) is not None:
+            activities.end_future(id(self))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the operation, and return True. Raises the operation's error, or DeadlineError after ``timeout``."""
@@ -135,6 +132,8 @@ class Work(dist.Work):
 
     def get_future(self) -> Any:
         """Return a PyTorch future whose value is the list of result tensors."""
+        if (activities := activity.current()) is not None and self._future is None:
+            activities.await_future(id(self))
         with _guard:
             if self._future is not None:
                 return self._future
@@ -151,8 +150,9 @@ class Work(dist.Work):
 class CollectiveWork(Work):
     """Handle of a collective in an `OperationQueue`. The queue calls ``run`` to perform the collective."""
 
-    # On a GPU, the collective starts after the earlier work on the current CUDA stream. ``name`` (such as "all_reduce")
-    # and ``site`` (source line of the call) are for event records.
+    # On a GPU, the collective starts after the earlier work on the current CUDA stream. Event records need
+    # ``name`` (such as "all_reduce"), ``site`` (source line of the call) and ``size``: dtype name and element
+    # count, which are equal on all ranks, or ("uint8", 0) if unknown.
     def __init__(
         self,
         queue: "OperationQueue",
@@ -161,21 +161,16 @@ class CollectiveWork(Work):
         site: CallSite | None = None,
         streams: Streams | None = None,
         name: str = "",
+        size: tuple[str, int] = ("uint8", 0),
     ) -> None:
         super().__init__(result, streams)
-        self.name = name
+        self.name, self.size = name, size
         self.timeout = NO_TIMEOUT  # for `wait` without a timeout
         self._queue = queue
         if streams is not None:
             self._start_event = streams.mark()
         self.site = site
         self._run: Callable[[], object] | None = run
-
-    def size(self) -> tuple[str, int]:
-        """Return (dtype name, element count) for the event log, or ("uint8", 0) if sizes may differ between ranks."""
-        if self.name not in ONE_SIZE or not self._result:
-            return "uint8", 0
-        return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
 
     def perform(self) -> None:
         """Perform the collective. If it fails, store the error for `wait` to raise. Only the queue calls this, once."""
@@ -308,8 +303,8 @@ class OperationQueue:
             while not work.done:
                 self._perform(self._waiting.popleft())
             return
-        seconds, start = timeout.total_seconds(), time.perf_counter()
-        try:
+        seconds = timeout.total_seconds()
+        with waiting(f"wait {work.name or 'operation'}"):
             if seconds > 0 and self.has_thread:
                 if not work.wait_for_end(seconds):
                     raise DeadlineError(
@@ -325,14 +320,12 @@ class OperationQueue:
             finally:
                 self._runner = None
                 self._turn.release()
-        finally:
-            _exposed_s[0] += time.perf_counter() - start
 
     def _perform(self, work: CollectiveWork) -> None:
         # Operations started by callbacks run directly afterwards in the same thread: all ranks have one order.
         events = self._events()
         attribute(work.site)
-        token = events.begin(self.name, work.name, *work.size(), 0, -1, 0) if work.name else None
+        token = events.begin(self.name, work.name, *work.size, 0, -1, 0) if work.name else None
         work.perform()
         if token is not None and work.exception() is None:
             events.end(token)

@@ -3,14 +3,16 @@
 import json
 import os
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from harness import jobs
 from hpcdist.telemetry import report
-from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.page import document
+from hpcdist.telemetry.trace import summary
 
 torch = pytest.importorskip("torch")
 
@@ -42,9 +44,42 @@ dist.destroy_process_group()
 """
 
 
-def run_script(tmp_path, *arguments, out="run", ranks=2, **variables):
+TRACED = """
+import time
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import hpcdist.torch
+
+dist.init_process_group("hpcdist")
+rank = dist.get_rank()
+torch.manual_seed(0)
+layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+replicated = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
+sharded = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+for layer in sharded:
+    fully_shard(layer)
+fully_shard(sharded)
+for step in range(1, 9):
+    model = replicated if step <= 4 else sharded
+    with hpcdist.torch.phase("data"):
+        time.sleep(0.01)
+    if rank == 1:
+        time.sleep(0.1)
+    loss = model(torch.randn(8, 64)).square().mean()
+    loss.backward()
+    with hpcdist.torch.phase("update"):
+        time.sleep(0.02)
+    hpcdist.torch.should_stop()
+    hpcdist.torch.log(step, loss=loss, samples=8)
+dist.destroy_process_group()
+"""
+
+
+def run_script(tmp_path, *arguments, out="run", ranks=2, text=SCRIPT, **variables):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     options = ("--out", tmp_path / out) if out else ()
     done = jobs.hpcdist("run", "-n", ranks, *options, "--", "python", script, *arguments, env=os.environ | variables)
     assert done.returncode == 0, done.stderr
@@ -88,6 +123,45 @@ def test_logged_steps_of_a_resumed_script_replace_those_after_the_checkpoint(tmp
     assert steps["step"].tolist() == [*range(1, 16)]
     assert steps["session"].tolist() == [0] * 8 + [1] * 7
     assert set(steps["tokens"].tolist()) == {3}  # only rank 0 logged
+
+
+def test_trace_of_a_script_shows_its_buckets_gathers_and_waits(tmp_path):
+    folder = run_script(tmp_path, text=TRACED)
+    trace = summary.collect(folder)
+    figures = summary.figures(trace)
+    assert figures["steps"] == list(range(1, 9))
+    assert not any("no spans" in note for note in figures["notes"])
+    metrics = step_metrics.read(folder / "metrics.h5").steps
+    for rank, line in trace.timeline.lines.items():
+        exposed_s = metrics["communication_s"][:, rank].sum()
+        assert figures["communication"][rank]["exposed_s"] == pytest.approx(exposed_s, rel=1e-9)
+        for row, step in enumerate(figures["steps"]):
+            begin, end = line.steps[step]
+            spans = [span for span in line.spans if span.step == step and span.phase != "step"]
+            lengths = [span.end_ns - span.begin_ns for span in spans]
+            assert sum(lengths) == end - begin, "the spans of a step are disjoint and cover the step"
+            assert metrics["step_s"][row, rank] == pytest.approx((end - begin) / 1e9, rel=1e-9)
+            slept_s = {"data": 0.01, "update": 0.02, "compute": 0.1 * rank}
+            for phase, least_s in slept_s.items():
+                assert sum(ns for ns, span in zip(lengths, spans, strict=True) if span.phase == phase) / 1e9 >= least_s
+    calls = [call for call in trace.timeline.lines[0].calls if call.comm.endswith("torch0")]
+    assert all(call.is_asynchronous for call in calls)
+    buckets = [(call.op, call.count) for call in calls if call.step == 4 and "bucket" in call.op]
+    assert len(buckets) > 1
+    assert [op for op, _ in buckets] == [f"all_reduce bucket {number}" for number in range(len(buckets))]
+    assert sum(count for _, count in buckets) == 4 * 65 * 64
+    sharded = Counter((call.op, call.count) for call in calls if call.step == 8 and call.op.count("_") == 1)
+    assert min(sharded["reduce_scatter", 65 * 64], sharded["all_gather", 65 * 64]) >= 3
+    # Rank 1 computes 0.1 s longer, so rank 0 waits for rank 1.
+    assert next(iter(figures["waited_for_s"])) == 1
+    assert figures["communication"][0]["waited_s"] > 8 * 0.05
+    assert {wait["for"] for wait in figures["longest_waits"]} == {1}
+    assert {wait["in"].partition(":")[0] for wait in figures["longest_waits"]} <= {"wait gradients", "wait all_gather"}
+
+
+def test_script_without_trace_keeps_no_spans(tmp_path):
+    folder = run_script(tmp_path, "all", "1", "3", HPCDIST_SET__TELEMETRY__TRACE="false")
+    assert [path.suffix for path in sorted((folder / "recorder").iterdir())] == [".rec"] * 2
 
 
 def test_log_of_one_rank_makes_the_run_directory(tmp_path):

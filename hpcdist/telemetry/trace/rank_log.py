@@ -22,6 +22,7 @@ _MOST_RANKS: Final = 1 << 22
 _TOGETHER_NS: Final = 60_000_000_000
 _BOUNDARY_NS: Final = 1_000_000_000  # a longer gap after a step separates lives of a job
 _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_gather)$")
+_IN_THREADS: Final = re.compile("/(background|torch)")  # communicators whose calls run in threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class RecordedCall(CommunicatorCall):
     @property
     def is_asynchronous(self) -> bool:
         """True if the rank can do other work during the call, which is nonblocking or in a background thread."""
-        return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
+        return bool(_NONBLOCKING.search(self.op) or _IN_THREADS.search(self.comm))
 
 
 @dataclass(frozen=True)
