@@ -8,9 +8,10 @@ import threading
 from collections import defaultdict
 from typing import Any, Final
 
+import numpy as np
 import torch
 
-from hpcdist.comm.record.spans import SpanSink, now_ns
+from hpcdist.comm.record.spans import Spans, SpanSink, now_ns
 
 COMPUTE: Final = ("compute", "compute")
 GRADIENTS: Final = "wait gradients"  # of DistributedDataParallel, at the end of the backward pass
@@ -82,6 +83,11 @@ class Activities:
         with self._lock:
             seconds, self._seconds = self._seconds, defaultdict(float)
             return dict(seconds)
+
+    def drain(self) -> np.ndarray:
+        """Return the new spans as `Spans.drain` does, or no spans without a spans file."""
+        with self._lock:
+            return self._spans.drain() if isinstance(self._spans, Spans) else np.empty((0, 3), np.int64)
 
     def await_future(self, future: int) -> None:
         """Record that the program has requested the future with the id ``future``. No effect outside a backward pass.

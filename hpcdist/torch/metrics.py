@@ -4,7 +4,6 @@ Every rank sends its rows to rank 0 at intervals, without waiting for other rank
 event log. A killed script loses the rows of the last seconds.
 """
 
-import json
 import math
 import statistics
 import sys
@@ -18,22 +17,26 @@ import numpy as np
 import torch
 
 from hpcdist.comm.mpi.world import World
+from hpcdist.comm.record.clock_offsets import HostClocks
 from hpcdist.comm.record.run_journal import StartRecord
+from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.record.timing import BytesMoved, OperationTiming
-from hpcdist.constants import FINISHED, METRICS_FILE, STOPPED, USAGE_FILE
+from hpcdist.constants import FINISHED, METRICS_FILE, SCRIPT, STOPPED
 from hpcdist.energy import phases
+from hpcdist.energy.node_rows import append_rows
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.event_stream import RunInfo
-from hpcdist.telemetry.metrics import observations, quantities
+from hpcdist.telemetry.metrics import observations, quantities, side_tables
 from hpcdist.telemetry.metrics.quantities import StepRow
 from hpcdist.telemetry.metrics.row_channel import RowChannel
 from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE, PER_RANK, MetricsWriter
 from hpcdist.telemetry.step_events import StepEvents
 from hpcdist.torch import activity
 from hpcdist.torch.activity import Activities
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.recipe.recipe import Recipe
 
 FLUSH_S: Final = 5.0  # interval at which a rank sends its rows, and rank 0 writes
 ROWS_PER_MESSAGE: Final = 256
@@ -41,7 +44,6 @@ WAIT_S: Final = 4 * FLUSH_S  # time in which rank 0 expects the first rows of al
 LONG: Final = ("validation", "checkpoint")  # phases whose energy is measured
 METRICS: Final = "write metrics"  # label of the span in which this module sends and writes rows
 PHASES: Final = ("data", "update", *LONG)
-STRATEGY: Final = "script"
 
 
 class LoggedRow(NamedTuple):
@@ -56,38 +58,46 @@ class LoggedRow(NamedTuple):
     figures: Mapping[str, float]
     seconds: Mapping[str, float] = {}  # by phase: "compute", "communication", and the phases of the script
     sent_bytes: float = math.nan
+    steps: int = 1  # for which the row stands
 
 
 class ScriptMetrics:
     """Recorder of the steps of a script on this rank. Construction and `close` are collective."""
 
-    def __init__(self, world: World, directory: Path, config: TelemetryConfig) -> None:
+    def __init__(self, world: World, directory: Path, recipe: Recipe) -> None:
         self._comm = comm = world.comm
         self._channel, self._rank = RowChannel(comm), comm.rank
+        self._clocks, spans = HostClocks(comm), world.session.spans
+        self._activities = Activities(spans)
+        if not _energy:  # one for all process groups of this process
+            drain = _drain if isinstance(spans, Spans) else None
+            _energy.append(EnergyRecorder(comm, recipe, None, directory, drain, monitor=phases.monitor()))
+        self._energy = _energy[0]
         if world.session.watchdog is not None:  # rows wait for the next call of `log` on rank 0
-            world.session.watchdog.limit(self._channel.name, math.inf)
+            for channel in filter(None, (self._channel, self._energy.channel)):
+                world.session.watchdog.limit(channel.name, math.inf)
         self._traffic = comm.events = OperationTiming(comm.events)
         self._rows: list[LoggedRow] = []
         self._sent_s = time.monotonic()
-        self._activities = Activities(world.session.spans)
-        activity.set_current(self._activities)
-        self._step = 0  # the last step with a row, or 0
+        self._step: int | None = None  # the last step with a row, or before this start
         self._warm: tuple[int, BytesMoved] | None = None  # the first step, and the bytes until its end
         self._moved = BytesMoved()  # until the last step
-        self._writer = _RowWriter(world, directory, config) if comm.rank == 0 else None
+        self._writer = _RowWriter(world, directory, recipe.telemetry) if comm.rank == 0 else None
         self.end = FINISHED
+        self._note_clocks()
+        activity.set_current(self._activities)
 
     def add(self, row: LoggedRow) -> None:
         """Add ``row``, and the seconds and bytes of this rank since the previous step. Local."""
         now = time.monotonic()
         if row.loss is not None:
             # A row that stands for several steps has their mean values.
-            count = max(1, row.step - self._step) if self._step else 1
+            count = 1 if self._step is None else max(1, row.step - self._step)
             self.end_step(row.step)
             moved = self._traffic.moved()
             seconds = {name: value / count for name, value in self._activities.take_seconds().items()}
             sent_bytes = moved.since(self._moved).messages / count
-            row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes)
+            row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes, steps=count)
             self._step, self._moved = row.step, moved
             self._warm = self._warm or (row.step, moved)  # the first step measures algorithms
         self._rows.append(row)
@@ -103,6 +113,7 @@ class ScriptMetrics:
     def _flush(self) -> None:
         with self._spanned("other", METRICS):
             rows, self._rows = self._rows, []
+            self._energy.attribute()
             if self._rank:
                 if rows:
                     self._channel.send(rows)
@@ -139,22 +150,38 @@ class ScriptMetrics:
         """Record that ``step`` steps were made before this start, for the count of steps in the first row. Local."""
         self._step = self._activities.step = step
 
-    def settle(self) -> None:
-        joules = phases.state()
-        self._flush()
-        messages = self._channel.drain()
-        self._record(lambda writer: writer.write(messages, everything=True))
-        self._record(lambda writer: writer.note_energy(joules))
+    def _note_clocks(self) -> None:
+        self._append(side_tables.note_clocks(self._clocks))
+
+    def _append(self, append: Callable[[Any, int], None]) -> None:
+        if self._writer is not None and (self._writer.is_open or not self._writer.appends):
+            self._writer.appends.append(append)
+
+    def settle(self, *, final: bool = False) -> None:
+        """Write all rows and the energy of all ranks. Collective. ``final``: no rows follow."""
+        with self._spanned("other", METRICS):
+            self._flush()
+            messages = self._channel.drain()
+            self._record(lambda writer: writer.write(messages, everything=True))
+            self._note_clocks()
+            nodes = self._energy.collect()
+            if nodes:
+                self._append(lambda file, session: append_rows(file, session, nodes))
+            try:
+                self._energy.note(final=final)
+            except StorageError as error:  # on rank 0
+                _say(f"hpcdist: {error}; the script goes on")
 
     def close(self) -> None:
         """Write everything, and end the event log. Collective."""
-        self.settle()
+        self.settle(final=True)
         activity.set_current(None)
         self._channel.free()
         self._comm.events = self._traffic.inner
-        first, until = self._warm or (self._step, self._moved)
-        moved = self._moved.since(until)._asdict() if self._step > first else {}
-        per_step = {way: nbytes / (self._step - first) for way, nbytes in moved.items()}
+        last = self._step or 0
+        first, until = self._warm or (last, self._moved)
+        moved = self._moved.since(until)._asdict() if last > first else {}
+        per_step = {way: nbytes / (last - first) for way, nbytes in moved.items()}
         self._record(lambda writer: writer.close(self.end, per_step))
 
 
@@ -162,6 +189,7 @@ class _RowWriter:
     # Rank 0's writer of the rows of all ranks. It creates its files with the first row.
     def __init__(self, world: World, directory: Path, config: TelemetryConfig) -> None:
         self._world, self._directory, self._config = world, directory, config
+        self._starts = StartRecord(directory)
         self._begun = time.monotonic()
         self._last: dict[int, int] = {}  # last logged step of each rank that has called `log`
         self._seen: dict[int, float] = {}  # time of this rank's last rows
@@ -170,6 +198,7 @@ class _RowWriter:
         self._waits = 0, 0.0  # number of steps since the first, and seconds in which they waited for data
         self._has_step = False
         self._file: MetricsWriter | None = None
+        self.appends: list[Callable[[Any, int], None]] = []  # for the next flush of the file
 
     def write(self, messages: Sequence[tuple[int, Sequence[LoggedRow]]], *, everything: bool = False) -> None:
         for rank, rows in messages:
@@ -187,8 +216,8 @@ class _RowWriter:
         complete = math.inf if everything else min(active, default=0) - 1
         for step in sorted(step for step in self._waiting if step <= complete):
             self._write_step(step, self._waiting.pop(step))
+        self._starts.alive()
         if self._file is not None:
-            self._starts.alive()
             self._flush(self._file)
 
     def _flush(self, file: MetricsWriter) -> None:
@@ -196,12 +225,14 @@ class _RowWriter:
         if steps:
             self._events.add("collectives", self._written, {"data_seconds": waited_s / steps})
         if events := self._events.publish():
-            file.flush(lambda opened, session: observations.append(opened, session, events))
+            self.appends.append(lambda opened, session: observations.append(opened, session, events))
+        appends, self.appends = self.appends, []
+        file.flush(*appends)
 
     def _write_step(self, step: int, ranks: Mapping[int, Sequence[LoggedRow]]) -> None:
         rows = [row for of_rank in ranks.values() for row in of_rank]
         # The first step of a start, and later ones, may be in the file of the start before.
-        file = self._file or self._open(step - any(row.loss is not None for row in rows))
+        file = self._file or self._open(step - max((row.steps for row in rows if row.loss is not None), default=0))
         steps = {rank: row for rank, of_rank in ranks.items() for row in of_rank if row.loss is not None}
         if steps and step > self._written:
             self._written = step
@@ -241,27 +272,23 @@ class _RowWriter:
         world, path = self._world, self._directory / METRICS_FILE
         resumed = max(0, done) if path.exists() else None
         attributes = provenance.provenance(mpi_library=world.library)
-        about = {"lock_step": 1, "speed_unit": "samples", "loss_unit": "", "strategy": STRATEGY, "nodes": world.nodes}
+        about = {"lock_step": 1, "speed_unit": "samples", "loss_unit": "", "strategy": SCRIPT, "nodes": world.nodes}
         self._file = MetricsWriter(path, world.size, resumed, attributes=attributes | about)
-        self._starts = StartRecord(self._directory)
         run = RunInfo(
             self._directory.name,
             self._directory,
             provenance.job_number(),
             world.size,
             world.nodes,
-            STRATEGY,
+            SCRIPT,
             resumed,
             owner=provenance.job_owner(),
         )
         self._events = StepEvents(run, self._config, _say, unit="samples", done=done)
         return self._file
 
-    def note_energy(self, joules: Mapping[str, Any]) -> None:
-        usage = {"since_step": 0, "joules": joules, "activities": None}
-        atomic.save(self._directory / USAGE_FILE, json.dumps(usage))
-
     def close(self, end: str, moved: Mapping[str, float]) -> None:
+        self._starts.ended(end)
         if self._file is None:
             return
         self._events.add("end", max(self._last.values()), {})
@@ -269,7 +296,12 @@ class _RowWriter:
         self._file.describe(**{MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()})
         self._file.close()
         self._events.close(normal=True)
-        self._starts.ended(end)
+
+
+    @property
+    def is_open(self) -> bool:
+        """True once the first row has created the metrics file."""
+        return self._file is not None
 
 
 def _say(text: str) -> None:
@@ -277,19 +309,22 @@ def _say(text: str) -> None:
 
 
 _recorders: Final[list[ScriptMetrics]] = []  # of this process
+_energy: Final[list[EnergyRecorder]] = []  # of this process
 
 
-def begin(world: World, directory: Path, config: TelemetryConfig) -> None:
-    """Record the rows of `log`, and the energy, in the run directory ``directory`` until `end`. Collective."""
-    usage = regular.json_or_none(directory / USAGE_FILE) if world.rank == 0 else None
-    usage = world.bcast(usage)
-    if not phases.is_open():
-        phases.configure()
-        if isinstance(usage, dict):
-            phases.restore(usage.get("joules"))
+def _drain() -> np.ndarray:
+    activities = activity.current()
+    return np.empty((0, 3), np.int64) if activities is None else activities.drain()
+
+
+def begin(world: World, directory: Path, recipe: Recipe) -> None:
+    """Record the rows of `log`, and the energy, in the run directory ``directory`` until `end`. Collective.
+
+    ``recipe``: its sections [telemetry] and [energy] configure the record.
+    """
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-    _recorders.append(ScriptMetrics(world, directory, config))
+    _recorders.append(ScriptMetrics(world, directory, recipe))
 
 
 def settle() -> None:
