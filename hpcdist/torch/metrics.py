@@ -297,7 +297,6 @@ class _RowWriter:
         self._file.close()
         self._events.close(normal=True)
 
-
     @property
     def is_open(self) -> bool:
         """True once the first row has created the metrics file."""

@@ -1,6 +1,7 @@
 """Stop requests in a PyTorch script: end the loop early, save, and exit with the code that the scheduler needs."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -76,6 +77,22 @@ def trainer_callback() -> Any:
 
     class StopAndLog(TrainerCallback):  # type: ignore[misc, unused-ignore]
         code, logged = 0, 0
+        phase = ExitStack()  # the open phase
+
+        def _begin(self, name: str) -> None:
+            self.phase.close()
+            self.phase.enter_context(metrics.phase(name))
+
+        def _end(self, *arguments: Any, **more: Any) -> None:
+            self.phase.close()
+
+        on_optimizer_step = on_evaluate = on_predict = _end
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self._begin("update")
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self._begin("validation")
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             self.logged = state.global_step
