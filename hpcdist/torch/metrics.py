@@ -68,7 +68,6 @@ class ScriptMetrics:
         self._comm = comm = world.comm
         self._channel, self._rank = RowChannel(comm), comm.rank
         self._clocks, spans = HostClocks(comm), world.session.spans
-        self._activities = Activities(spans)
         if not _energy:  # one for all process groups of this process
             drain = _drain if isinstance(spans, Spans) else None
             _energy.append(EnergyRecorder(comm, recipe, None, directory, drain, monitor=phases.monitor()))
@@ -85,6 +84,7 @@ class ScriptMetrics:
         self._writer = _RowWriter(world, directory, recipe.telemetry) if comm.rank == 0 else None
         self.end = FINISHED
         self._note_clocks()
+        self._activities = Activities(spans)
         activity.set_current(self._activities)
 
     def add(self, row: LoggedRow) -> None:
@@ -106,8 +106,8 @@ class ScriptMetrics:
             self._flush()
 
     def end_step(self, step: int) -> None:
-        """Record that ``step`` has ended, if it is later than the last step. Local."""
-        if step > self._activities.step:
+        """Record that ``step`` has ended, unless it is the last step. Local."""
+        if step != self._activities.step:
             self._activities.end_step(step)
 
     def _flush(self) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -13,6 +14,7 @@ from hpcdist.telemetry import report
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.page import document
 from hpcdist.telemetry.trace import summary
+from hpcdist.training.use_cases import energy_figures
 
 torch = pytest.importorskip("torch")
 
@@ -78,7 +80,11 @@ for step in range(1, 9):
     with hpcdist.torch.phase("update"):
         time.sleep(0.02)
     hpcdist.torch.should_stop()
-    hpcdist.torch.log(step, loss=loss, samples=8)
+    if step == 4:
+        with hpcdist.torch.phase("validation"):
+            time.sleep(0.2)
+    if step <= 2 or step % 2 == 0:  # later rows stand for two steps
+        hpcdist.torch.log(step, loss=loss, samples=8 if step <= 2 else 16)
 dist.destroy_process_group()
 """
 
@@ -131,36 +137,61 @@ def test_logged_steps_of_a_resumed_script_replace_those_after_the_checkpoint(tmp
     assert set(steps["tokens"].tolist()) == {3}  # only rank 0 logged
 
 
+def check_reports(folder):
+    """Check the commands that read run directories: units are samples, and no recipe is needed."""
+    account = energy_figures.figures(folder, energy_figures.EnergyReportOptions())
+    assert account["phases"]["validation"]["seconds"] >= 0.2
+    assert {"compute", "communication", "update", "data"} <= account["activities"].keys()
+    training_j = account["phases"]["training"]["joules"]
+    assert account["j_per_step"] == pytest.approx(training_j / 8)
+    assert account["j_per_sample"] == pytest.approx(training_j / (8 * 2 * 8)) and account["j_per_token"] is None
+    assert [start["steps"] for start in account["starts"]] == [8]
+    text = report.text(report.report(folder))
+    assert "energy a sample" in text and "token" not in text and "recipe" not in text
+    listed = json.loads(jobs.hpcdist("runs", folder.parent, "--json").stdout)
+    assert [(run["state"], run["steps"], run["planned"], run["speed_unit"]) for run in listed] == [
+        ("finished", 8, None, "samples")
+    ]
+    shutil.copytree(folder, folder.parent / "copy")
+    compared = jobs.hpcdist("compare", folder, folder.parent / "copy", "--json")
+    assert json.loads(compared.stdout)["recipe"] == {}
+
+
 def test_trace_of_a_script_shows_its_buckets_gathers_and_waits(tmp_path):
-    folder = run_script(tmp_path, text=TRACED)
+    energy = {"HPCDIST_SET__ENERGY__SOURCES": "declared", "HPCDIST_SET__ENERGY__CPU_TDP_W": "100"}
+    folder = run_script(tmp_path, text=TRACED, **energy)
+    check_reports(folder)
     trace = summary.collect(folder)
     figures = summary.figures(trace)
-    assert figures["steps"] == list(range(1, 9))
+    counts = {1: 1, 2: 1, 4: 2, 6: 2, 8: 2}  # number of steps for which a row stands
+    assert figures["steps"] == [*counts]
     assert not any("no spans" in note for note in figures["notes"])
     metrics = step_metrics.read(folder / "metrics.h5").steps
     for rank, line in trace.timeline.lines.items():
-        exposed_s = metrics["communication_s"][:, rank].sum()
+        exposed_s = metrics["communication_s"][:, rank] @ [*counts.values()]
         assert figures["communication"][rank]["exposed_s"] == pytest.approx(exposed_s, rel=1e-9)
-        for row, step in enumerate(figures["steps"]):
+        for row, (step, count) in enumerate(counts.items()):
             begin, end = line.steps[step]
-            spans = [span for span in line.spans if span.step == step and span.phase != "step"]
+            spans = [span for span in line.spans if begin <= span.begin_ns and span.end_ns <= end]
             lengths = [span.end_ns - span.begin_ns for span in spans]
             assert sum(lengths) == end - begin, "the spans of a step are disjoint and cover the step"
-            assert metrics["step_s"][row, rank] == pytest.approx((end - begin) / 1e9, rel=1e-9)
-            slept_s = {"data": 0.01, "update": 0.02, "compute": 0.1 * rank}
+            assert metrics["step_s"][row, rank] * count == pytest.approx((end - begin) / 1e9, rel=1e-9)
+            slept_s = {"data": 0.01, "update": 0.02, "compute": 0.1 * rank, "validation": 0.1 * (step == 4)}
             for phase, least_s in slept_s.items():
-                assert sum(ns for ns, span in zip(lengths, spans, strict=True) if span.phase == phase) / 1e9 >= least_s
+                spent_ns = sum(ns for ns, span in zip(lengths, spans, strict=True) if span.phase == phase)
+                assert spent_ns / 1e9 >= least_s * count
     calls = [call for call in trace.timeline.lines[0].calls if call.comm.endswith("torch0")]
     assert all(call.is_asynchronous for call in calls)
     buckets = [(call.op, call.count) for call in calls if call.step == 4 and "bucket" in call.op]
-    assert len(buckets) > 1
-    assert [op for op, _ in buckets] == [f"all_reduce bucket {number}" for number in range(len(buckets))]
-    assert sum(count for _, count in buckets) == 4 * 65 * 64
+    count = len(buckets) // 2  # of each of both backward passes
+    assert count > 1
+    assert [op for op, _ in buckets] == [f"all_reduce bucket {number}" for number in range(count)] * 2
+    assert sum(count for _, count in buckets) == 2 * 4 * 65 * 64
     sharded = Counter((call.op, call.count) for call in calls if call.step == 8 and call.op.count("_") == 1)
     assert min(sharded["reduce_scatter", 65 * 64], sharded["all_gather", 65 * 64]) >= 3
     # Rank 1 computes at least 0.1 s longer, so rank 0 waits for rank 1.
     assert figures["communication"][0]["waited_s"] > figures["communication"][1]["waited_s"]
-    assert figures["communication"][0]["waited_s"] > 8 * 0.05
+    assert figures["communication"][0]["waited_s"] > 8 * 0.05  # of at least 8 * 0.1 s
     waits = [wait for wait in figures["longest_waits"] if wait["for"] == 1]
     assert {wait["in"].partition(":")[0] for wait in waits} & {"wait gradients", "wait all_gather"}
 
