@@ -14,7 +14,7 @@ import torch
 from hpcdist.comm.record.spans import Spans, SpanSink, now_ns
 
 COMPUTE: Final = ("compute", "compute")
-GRADIENTS: Final = "wait gradients"  # of DistributedDataParallel, at the end of the backward pass
+GRADIENTS: Final = "gradients"  # name of the wait of DistributedDataParallel, at the end of the backward pass
 
 
 class Activities:
@@ -24,7 +24,7 @@ class Activities:
         self._spans = spans
         self._lock = threading.Lock()
         self._phase: tuple[str, str] | None = None
-        self._waits: list[str] = []  # names of the waits in progress, in all threads
+        self._waits: list[str] = []  # operations in which threads wait
         self._futures: dict[int, int] = {}  # futures that a backward pass waits for at its end: id -> graph task
         self._is_awaiting = False  # True: the backward pass waits for these futures
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -35,7 +35,7 @@ class Activities:
         # End the current activity now, before another activity begins.
         now = now_ns()
         if self._waits or self._is_awaiting:
-            phase, name = "communication", self._waits[0] if self._waits else GRADIENTS
+            phase, name = "communication", f"wait {self._waits[0] if self._waits else GRADIENTS}"
         else:
             phase, name = self._phase or COMPUTE
         if now > self._since_ns:
@@ -44,7 +44,7 @@ class Activities:
         self._since_ns = now
 
     def begin_wait(self, name: str) -> None:
-        """Record that a thread begins to wait for another rank. ``name``: label of the span."""
+        """Record that a thread begins to wait for other ranks in the operation ``name``."""
         with self._lock:
             self._cut()
             self._waits.append(name)
@@ -133,7 +133,7 @@ def set_current(activities: Activities | None) -> None:
 
 
 class waiting:  # noqa: N801 - a context manager, used as a function
-    """Context manager: the body waits for another rank. ``name``: label of the span, such as "wait all_gather"."""
+    """Context manager whose body waits for other ranks in the operation ``name``, such as "all_gather"."""
 
     __slots__ = ("_activities", "_name")
 

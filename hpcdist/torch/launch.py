@@ -116,7 +116,7 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
     program = ExitStack()
     if os.environ.get("MASTER_PORT") in _ports:
         program.callback(_set_address, world)
-    if recipe is not None:
+    if recipe is not None and run_dir:
         metrics.begin(world, Path(run_dir), recipe)
         program.callback(metrics.end)
     program.callback(finish_saves)

@@ -99,7 +99,7 @@ class MessageWork(Work):
     def _complete(self, timeout: timedelta) -> None:
         seconds = timeout.total_seconds()
         limit = time.monotonic() + seconds if seconds > 0 else None
-        with waiting("wait message"):
+        with waiting("message"):
             while not self._mailbox.look(self):
                 time.sleep(0)
                 if limit is not None and time.monotonic() > limit:

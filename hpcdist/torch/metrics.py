@@ -27,7 +27,7 @@ from hpcdist.energy.node_rows import append_rows
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.event_stream import RunInfo
+from hpcdist.telemetry.event_stream import run_info
 from hpcdist.telemetry.metrics import observations, quantities, side_tables
 from hpcdist.telemetry.metrics.quantities import StepRow
 from hpcdist.telemetry.metrics.row_channel import RowChannel
@@ -154,8 +154,8 @@ class ScriptMetrics:
         self._append(side_tables.note_clocks(self._clocks))
 
     def _append(self, append: Callable[[Any, int], None]) -> None:
-        if self._writer is not None and (self._writer.is_open or not self._writer.appends):
-            self._writer.appends.append(append)
+        if self._writer is not None:
+            self._writer.append(append)
 
     def settle(self, *, final: bool = False) -> None:
         """Write all rows and the energy of all ranks. Collective. ``final``: no rows follow."""
@@ -198,7 +198,11 @@ class _RowWriter:
         self._waits = 0, 0.0  # number of steps since the first, and seconds in which they waited for data
         self._has_step = False
         self._file: MetricsWriter | None = None
-        self.appends: list[Callable[[Any, int], None]] = []  # for the next flush of the file
+        self._appends: list[Callable[[Any, int], None]] = []  # for the next flush of the file
+
+    def append(self, append: Callable[[Any, int], None]) -> None:
+        if self._file is not None or not self._appends:  # keep few while there is no file
+            self._appends.append(append)
 
     def write(self, messages: Sequence[tuple[int, Sequence[LoggedRow]]], *, everything: bool = False) -> None:
         for rank, rows in messages:
@@ -225,8 +229,8 @@ class _RowWriter:
         if steps:
             self._events.add("collectives", self._written, {"data_seconds": waited_s / steps})
         if events := self._events.publish():
-            self.appends.append(lambda opened, session: observations.append(opened, session, events))
-        appends, self.appends = self.appends, []
+            self._appends.append(lambda opened, session: observations.append(opened, session, events))
+        appends, self._appends = self._appends, []
         file.flush(*appends)
 
     def _write_step(self, step: int, ranks: Mapping[int, Sequence[LoggedRow]]) -> None:
@@ -274,33 +278,18 @@ class _RowWriter:
         attributes = provenance.provenance(mpi_library=world.library)
         about = {"lock_step": 1, "speed_unit": "samples", "loss_unit": "", "strategy": SCRIPT, "nodes": world.nodes}
         self._file = MetricsWriter(path, world.size, resumed, attributes=attributes | about)
-        run = RunInfo(
-            self._directory.name,
-            self._directory,
-            provenance.job_number(),
-            world.size,
-            world.nodes,
-            SCRIPT,
-            resumed,
-            owner=provenance.job_owner(),
-        )
+        run = run_info(self._directory, world.size, world.nodes, SCRIPT, resumed)
         self._events = StepEvents(run, self._config, _say, unit="samples", done=done)
         return self._file
 
     def close(self, end: str, moved: Mapping[str, float]) -> None:
+        if self._file is not None:
+            self._events.add("end", max(self._last.values()), {})
+            self._flush(self._file)
+            self._file.describe(**{MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()})
+            self._file.close()
+            self._events.close(normal=True)
         self._starts.ended(end)
-        if self._file is None:
-            return
-        self._events.add("end", max(self._last.values()), {})
-        self._flush(self._file)
-        self._file.describe(**{MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()})
-        self._file.close()
-        self._events.close(normal=True)
-
-    @property
-    def is_open(self) -> bool:
-        """True once the first row has created the metrics file."""
-        return self._file is not None
 
 
 def _say(text: str) -> None:

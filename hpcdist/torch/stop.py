@@ -20,12 +20,11 @@ _END: Final[Any] = object()
 
 
 def should_stop(margin_s: float = stop_requests.MARGIN_S, *, comm: AnyComm = None) -> int:
-    """Return 0, or the exit code with which all ranks should exit after saving. Collective. Equal on all ranks.
+    """Return the result of `hpcdist.should_stop` with the same arguments, and record the wait for it. Collective.
 
-    Call this once per iteration, from the main thread. Code 130 means Ctrl-C. Code 75 (requeue) means a signal such as
-    SIGTERM, a file ``stop``, or less than ``margin_s`` seconds before the end of the Slurm job.
+    The result is 0, 75 (requeue) or 130 (Ctrl-C), equal on all ranks. Call this once per iteration.
     """
-    with waiting("wait should_stop"):
+    with waiting("should_stop"):
         return stop_requests.should_stop(margin_s, comm=comm)
 
 

@@ -304,7 +304,7 @@ class OperationQueue:
                 self._perform(self._waiting.popleft())
             return
         seconds = timeout.total_seconds()
-        with waiting(f"wait {work.name or 'operation'}"):
+        with waiting(work.name or "operation"):
             if seconds > 0 and self.has_thread:
                 if not work.wait_for_end(seconds):
                     raise DeadlineError(

@@ -75,7 +75,7 @@ def _state(path: Path) -> str:
     if is_held(path):
         return RUNNING
     if starts := known_starts(path):
-        if not starts[-1].end and not (path / LOCK_FILE).exists():  # a script holds no lock
+        if not starts[-1].end and not (path / RECIPE_FILE).exists():  # a script holds no lock
             return RUNNING if history.read_state(path, time.time_ns()).kind == history.RUNNING else FAILED
         return starts[-1].end or FAILED
     return FAILED if (path / LOCK_FILE).exists() else NEW  # it died, or was refused, before its first step

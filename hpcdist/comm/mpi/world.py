@@ -158,7 +158,11 @@ def record(world: World, default_s: float = DEADLINE_S, *, spans: bool = False) 
     """
     # The directory of `hpcdist run --out`, or else a temporary directory, which a successful end removes.
     run_dir = world.bcast(os.environ.get(RUN_DIR))
-    if failfast.is_recording() or (world.size == 1 and not (run_dir and spans)):
+    if failfast.is_recording():
+        if spans:
+            world.session.open_spans()
+        return
+    if world.size == 1 and not (run_dir and spans):
         return
     folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix=RECORDS) if world.rank == 0 else ""))
     if not run_dir and world.local_rank == 0:
