@@ -13,6 +13,7 @@ STOP_FILE: Final = "stop"  # its existence stops the run
 # Ends of a start in the run's journal.
 FINISHED: Final = "finished"
 STOPPED: Final = "stopped"  # by a stop request, after a save
+SCRIPT: Final = "script"  # strategy in the metrics of a script over the backend of torch.distributed
 
 # Tables of energy samples in `METRICS_FILE`.
 ENERGY_GROUP: Final = "energy"

@@ -62,12 +62,17 @@ class Session:
         self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
         self.comm.events = self.recorder
         if spans:
-            self.spans = Spans(folder / f"rank-{self.comm.rank:05d}.spans", self.comm.rank, self.comm.size)
+            self.open_spans()
         self.watchdog = Watchdog(self.recorder, deadline_s)
         self.watchdog.relax()  # the first step compiles kernels and opens connections
         self.watchdog.start()
         failfast.attach(self.recorder)
         self.comm.barrier()  # recorded, so that `hpcdist hang` finds ranks that do not arrive here
+
+    def open_spans(self) -> None:
+        """Open the file of spans next to the file of the flight recorder, unless it is open. Local."""
+        if self.recorder is not None and self.spans is NULL_SPANS:
+            self.spans = Spans(self.recorder.path.with_suffix(".spans"), self.comm.rank, self.comm.size)
 
     def stop_recording(self) -> None:
         """Close the files that `record` opened, and stop checking the deadlines of operations. Local."""

@@ -43,10 +43,10 @@ def configure(**keys: Any) -> None:
         raise UsageError(f"energy.configure: invalid keyword ({error}); use keys of [energy] in a recipe") from None
     # The watchdog of a recorded program has the deadline that the program sets.
     deadline: dict[str, Any] = {"deadline_s": math.inf} if failfast.is_recording() else {}
-    monitor = EnergyMonitor(world.comm, config, **deadline)
-    monitor.start()
-    at_exit(monitor.stop)
-    _monitors.append(monitor)
+    opened = EnergyMonitor(world.comm, config, **deadline)
+    opened.start()
+    at_exit(opened.stop)
+    _monitors.append(opened)
 
 
 def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -71,26 +71,17 @@ def window(phase: str) -> Iterator[None]:
 
     Every rank should enter the same windows, because the first rank of each node measures the whole node.
     """
-    if not _monitors:
-        configure()
+    windows = monitor()
     _entered[phase] = None
-    with _monitors[0].window(phase):
+    with windows.window(phase):
         yield
 
 
-def is_open() -> bool:
-    """Return True if `configure` or a `window` has opened the sensors. Local."""
-    return bool(_monitors)
-
-
-def state() -> dict[str, Any]:
-    """Return the energy so far, with earlier starts, as JSON values for `restore`. Collective over all ranks."""
-    return _monitors[0].state()
-
-
-def restore(saved: dict[str, Any] | None) -> None:
-    """Add ``saved``, a result of `state` in an earlier start of the run, to later results. Local."""
-    _monitors[0].restore(saved)
+def monitor() -> EnergyMonitor:
+    """Return the monitor of the windows. The first call opens the sensors. Collective over all ranks."""
+    if not _monitors:
+        configure()
+    return _monitors[0]
 
 
 def usage() -> dict[str, Any]:
@@ -99,9 +90,7 @@ def usage() -> dict[str, Any]:
     ``energy_j``: total joules, or NaN for the given ``reason``. ``phases``: joules, seconds and number of windows of
     each phase. ``not_included``: kinds of energy not measured. ``label``: nonempty for estimated joules.
     """
-    if not _monitors:
-        configure()
-    totals = _monitors[0].report()
+    totals = monitor().report()
     for rank, names in enumerate(init().comm.allgather_object(list(_entered))):
         for name in names:
             # A phase has NaN joules if no node's first rank has entered it.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from hpcdist.errors import StorageError
+from hpcdist.telemetry import provenance
 from hpcdist.telemetry.metrics.observations import RunEvent
 
 PENDING_BYTES: Final = 4 << 20  # largest amount of pieces kept for a full disk
@@ -86,6 +87,12 @@ class RunInfo:
     resumed_step: int | None = None
     started_ns: int = field(default_factory=time.time_ns)
     owner: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_info(directory: Path, world: int, nodes: int, strategy: str, resumed_step: int | None) -> RunInfo:
+    """Return the identity of the run in ``directory``, with the number and owner of its job. Local."""
+    number, owner = provenance.job_number(), provenance.job_owner()
+    return RunInfo(directory.name, directory, number, world, nodes, strategy, resumed_step, owner=owner)
 
 
 class StreamSink(Protocol):

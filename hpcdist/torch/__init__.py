@@ -21,8 +21,8 @@ from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
 from hpcdist.torch.metrics import log, phase
 from hpcdist.torch.state import RandomState, load, save, saved
-from hpcdist.torch.stop import exit_if_stopped, trainer_callback, until_stop
-from hpcdist.training.run.stop_requests import should_stop, watch_signals
+from hpcdist.torch.stop import exit_if_stopped, should_stop, trainer_callback, until_stop
+from hpcdist.training.run.stop_requests import watch_signals
 
 __all__ = [
     "Group",

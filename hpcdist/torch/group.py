@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -26,7 +27,7 @@ from hpcdist.torch.buffers import Buffer, coalesced_inputs, devices_of
 from hpcdist.torch.calls import reduction_of
 from hpcdist.torch.messages import Mailbox
 from hpcdist.torch.streams import Streams
-from hpcdist.torch.work import NO_TIMEOUT, BatchWork, CollectiveWork, OperationQueue, Work
+from hpcdist.torch.work import NO_SIZE, NO_TIMEOUT, BatchWork, CollectiveWork, OperationQueue, Work
 
 NAME: Final = "hpcdist"
 # Operations are attributed to the innermost line outside of PyTorch and this package.
@@ -38,6 +39,9 @@ _NAMES: Final = {
     calls.reduce_scatter_list: "reduce_scatter",
     calls.all_to_all_list: "all_to_all",
 }
+# Operations whose result has the same size on all ranks.
+ONE_SIZE: Final = (calls.allreduce, calls.broadcast, calls.reduce, calls.all_gather, calls.all_gather_list)
+ENGINE: Final = os.path.join(os.path.dirname(torch.__file__), "autograd") + os.sep
 _ProcessGroup: Any = dist.ProcessGroup  # its type stubs lack a constructor and some methods
 
 
@@ -75,12 +79,13 @@ class Group(_ProcessGroup):
         self._finished.end()
         self._streams: Streams | None = None  # of this group's GPU, set by its first GPU tensor
         self._ended = False
+        self._backward, self._buckets = -1, 0  # graph task of the last backward pass, and its number of DDP buckets
 
-    def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
-        """Queue the function ``run``, whose collective writes the tensors ``result``. Return a `Work` handle."""
+    def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor], name: str) -> Work:
+        """Queue ``run``, whose collective ``name`` writes the tensors ``result``. Return a `Work` handle."""
         gpu_streams = self._streams_for({tensor.device for tensor in result}) if streams.HAS_GPU else None
         site = call_site_outside(sys._getframe(1), OUTSIDE)
-        return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
+        return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams, name))
 
     def _run(
         self,
@@ -89,15 +94,16 @@ class Group(_ProcessGroup):
         result: Sequence[torch.Tensor],
         opts: Any,
         gpu_streams: Streams | None = None,
+        size: tuple[str, int] = NO_SIZE,
     ) -> Work:
         # ``run`` writes the tensors ``result``.
         self._check_lives()
         site = call_site_outside(sys._getframe(1), OUTSIDE)
         timeout, blocks = getattr(opts, "timeout", NO_TIMEOUT), not _is_asynchronous(opts)  # negative if not set
         if blocks and gpu_streams is None and timeout <= NO_TIMEOUT:
-            self._queue.run(name, run, result, site)
+            self._queue.run(name, size, run, site)
             return self._entered(self._finished)
-        work = CollectiveWork(self._queue, run, result, site, gpu_streams, name)
+        work = CollectiveWork(self._queue, run, result, site, gpu_streams, name, size)
         work.timeout = max(timeout, NO_TIMEOUT)
         self._queue.start(work, wake=not blocks or timeout > NO_TIMEOUT)
         if blocks:
@@ -105,7 +111,12 @@ class Group(_ProcessGroup):
         return self._entered(work)
 
     def _run_each(
-        self, call: Callable[..., None], arguments: Sequence[Any], result: Sequence[torch.Tensor], opts: Any
+        self,
+        call: Callable[..., None],
+        arguments: Sequence[Any],
+        result: Sequence[torch.Tensor],
+        opts: Any,
+        name: str = "",
     ) -> Work:
 
         def run_all() -> None:
@@ -114,7 +125,11 @@ class Group(_ProcessGroup):
 
         run = partial(call, self.comm, *arguments[0]) if len(arguments) == 1 else run_all
         gpu_streams = self._streams_for(devices_of(arguments)) if streams.HAS_GPU else None
-        return self._run(_NAMES.get(call) or call.__name__, run, result, opts, gpu_streams)
+        size = NO_SIZE
+        if result and (call in ONE_SIZE or call is calls.reduce_scatter):
+            count = sum([tensor.numel() for tensor in result])
+            size = _dtype_name(result[0].dtype), count if call in ONE_SIZE else count * self.comm.size
+        return self._run(name or _NAMES.get(call) or call.__name__, run, result, opts, gpu_streams, size)
 
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
         if len(devices) > 1:
@@ -157,7 +172,20 @@ class Group(_ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors, algorithm = _as_list(tensors), self.options.algorithm
         each = [(Buffer(tensor), reduction_of(_op(opts), tensor), algorithm) for tensor in tensors]
-        return self._run_each(calls.allreduce, each, tensors, opts)
+        return self._run_each(calls.allreduce, each, tensors, opts, self._bucket(sys._getframe(1), tensors[0]))
+
+    def _bucket(self, caller: FrameType | None, tensor: torch.Tensor) -> str:
+        # Return the name of the allreduce of a bucket, or "". DistributedDataParallel calls `allreduce` from C++ in the
+        # backward pass: once per bucket in order, then for its int32 map of unused parameters.
+        backward = torch._C._current_graph_task_id()
+        if backward < 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+            return ""
+        if caller is not None and not caller.f_code.co_filename.startswith(ENGINE):
+            return ""
+        if backward != self._backward:
+            self._backward, self._buckets = backward, 0
+        self._buckets += 1
+        return f"all_reduce bucket {self._buckets - 1}"
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors, algorithm = _as_list(tensors), self.options.algorithm
@@ -278,7 +306,7 @@ class Group(_ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         seconds = timeout.total_seconds()
-        self._queue.run("", lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [], None)
+        self._queue.run("", NO_SIZE, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), None)
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
         gpu_streams = self._check_message(tensors, peer)
@@ -388,6 +416,11 @@ class Group(_ProcessGroup):
         self._limit(self.comm.name, timeout)
 
     _set_default_timeout = set_timeout
+
+
+@lru_cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _as_list(tensors: Any) -> list[torch.Tensor]:

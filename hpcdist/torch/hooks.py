@@ -120,6 +120,6 @@ def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.
         flat *= FLOAT32.type(1.0 / group.comm.size)
         reducer.steps += 1
 
-    work = group.submit(run, [tensor])
+    work = group.submit(run, [tensor], f"compressed_all_reduce bucket {bucket.index()}")
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future

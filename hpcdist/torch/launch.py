@@ -16,6 +16,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from hpcdist.arrays.gpu import device
+from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.checkpoint.state import finish_saves
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import ENERGY, RUN_DIR
@@ -27,6 +28,7 @@ from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import format_joules
 from hpcdist.torch import metrics
+from hpcdist.training.recipe.recipe import load
 
 _ports: Final = set[str]()  # chosen by this module
 
@@ -108,13 +110,15 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
 
     ``world``: this job. ``timeout``: time limit of each operation. All ranks must call the returned function.
     """
-    record(world, timeout.total_seconds())
+    prints_energy, run_dir = world.bcast((os.environ.get(ENERGY, "0") == "1", os.environ.get(RUN_DIR)))
+    # The keys [telemetry] and [energy] come from the site, the user and the environment of rank 0.
+    recipe = on_first_rank(world.comm, lambda: load().recipe) if run_dir else None
+    record(world, timeout.total_seconds(), spans=recipe is not None and recipe.telemetry.trace)
     program = ExitStack()
     if os.environ.get("MASTER_PORT") in _ports:
         program.callback(_set_address, world)
-    prints_energy, run_dir = world.bcast((os.environ.get(ENERGY, "0") == "1", os.environ.get(RUN_DIR)))
-    if run_dir:
-        metrics.begin(world, Path(run_dir))
+    if recipe is not None and run_dir:
+        metrics.begin(world, Path(run_dir), recipe)
         program.callback(metrics.end)
     program.callback(finish_saves)
     if prints_energy:

@@ -18,6 +18,7 @@ from hpcdist.collectives import segments
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.transport import Request
 from hpcdist.errors import DeadlineError
+from hpcdist.torch.activity import waiting
 from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.streams import Streams
 from hpcdist.torch.work import END_S, LOOK_S, Work
@@ -98,13 +99,15 @@ class MessageWork(Work):
     def _complete(self, timeout: timedelta) -> None:
         seconds = timeout.total_seconds()
         limit = time.monotonic() + seconds if seconds > 0 else None
-        while not self._mailbox.look(self):
-            time.sleep(0)
-            if limit is not None and time.monotonic() > limit:
-                raise DeadlineError(
-                    f"a message from or to {self._peer_name()} on the communicator {self._mailbox.name} has not ended "
-                    f"within {seconds:g} s; check that the peer makes the matching call, or pass a longer timeout"
-                )
+        with waiting("message"):
+            while not self._mailbox.look(self):
+                time.sleep(0)
+                if limit is not None and time.monotonic() > limit:
+                    raise DeadlineError(
+                        f"a message from or to {self._peer_name()} on the communicator {self._mailbox.name} has not "
+                        f"ended within {seconds:g} s; check that the peer makes the matching call, or pass a longer "
+                        "timeout"
+                    )
 
     def _peer_name(self) -> str:
         return "any rank" if self._peer == ANY else f"rank {self._peer}"

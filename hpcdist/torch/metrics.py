@@ -4,12 +4,10 @@ Every rank sends its rows to rank 0 at intervals, without waiting for other rank
 event log. A killed script loses the rows of the last seconds.
 """
 
-import json
 import math
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,28 +17,33 @@ import numpy as np
 import torch
 
 from hpcdist.comm.mpi.world import World
+from hpcdist.comm.record.clock_offsets import HostClocks
 from hpcdist.comm.record.run_journal import StartRecord
+from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.record.timing import BytesMoved, OperationTiming
-from hpcdist.constants import FINISHED, METRICS_FILE, STOPPED, USAGE_FILE
+from hpcdist.constants import FINISHED, METRICS_FILE, SCRIPT, STOPPED
 from hpcdist.energy import phases
+from hpcdist.energy.node_rows import append_rows
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry import provenance
-from hpcdist.telemetry.event_stream import RunInfo
-from hpcdist.telemetry.metrics import observations, quantities
+from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import run_info
+from hpcdist.telemetry.metrics import observations, quantities, side_tables
 from hpcdist.telemetry.metrics.quantities import StepRow
 from hpcdist.telemetry.metrics.row_channel import RowChannel
 from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE, PER_RANK, MetricsWriter
 from hpcdist.telemetry.step_events import StepEvents
-from hpcdist.torch import work
-from hpcdist.training.recipe.recipe import load
+from hpcdist.torch import activity
+from hpcdist.torch.activity import Activities
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.recipe.recipe import Recipe
 
 FLUSH_S: Final = 5.0  # interval at which a rank sends its rows, and rank 0 writes
 ROWS_PER_MESSAGE: Final = 256
 WAIT_S: Final = 4 * FLUSH_S  # time in which rank 0 expects the first rows of all ranks that call `log`
 LONG: Final = ("validation", "checkpoint")  # phases whose energy is measured
+METRICS: Final = "write metrics"  # label of the span in which this module sends and writes rows
 PHASES: Final = ("data", "update", *LONG)
-STRATEGY: Final = "script"
 
 
 class LoggedRow(NamedTuple):
@@ -53,56 +56,70 @@ class LoggedRow(NamedTuple):
     learning_rate: float
     validation_loss: float
     figures: Mapping[str, float]
-    seconds: Mapping[str, float] = {}  # "step", "communication", and the phases of the script
+    seconds: Mapping[str, float] = {}  # by phase: "compute", "communication", and the phases of the script
     sent_bytes: float = math.nan
+    steps: int = 1  # for which the row stands
 
 
 class ScriptMetrics:
     """Recorder of the steps of a script on this rank. Construction and `close` are collective."""
 
-    def __init__(self, world: World, directory: Path) -> None:
+    def __init__(self, world: World, directory: Path, recipe: Recipe) -> None:
         self._comm = comm = world.comm
         self._channel, self._rank = RowChannel(comm), comm.rank
+        self._clocks, spans = HostClocks(comm), world.session.spans
+        if not _energy:  # one for all process groups of this process
+            drain = _drain if isinstance(spans, Spans) else None
+            _energy.append(EnergyRecorder(comm, recipe, None, directory, drain, monitor=phases.monitor()))
+        self._energy = _energy[0]
         if world.session.watchdog is not None:  # rows wait for the next call of `log` on rank 0
-            world.session.watchdog.limit(self._channel.name, math.inf)
+            for channel in filter(None, (self._channel, self._energy.channel)):
+                world.session.watchdog.limit(channel.name, math.inf)
         self._traffic = comm.events = OperationTiming(comm.events)
         self._rows: list[LoggedRow] = []
-        self._sent_s = self._boundary = time.monotonic()
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
-        self._step = 0  # the last step, or 0
+        self._sent_s = time.monotonic()
+        self._step: int | None = None  # the last step with a row, or before this start
         self._warm: tuple[int, BytesMoved] | None = None  # the first step, and the bytes until its end
-        self._exposed_s, self._moved = work.exposed_s(), BytesMoved()  # until the last step
-        self._in_phase = False
-        self._writer = _RowWriter(world, directory) if comm.rank == 0 else None
+        self._moved = BytesMoved()  # until the last step
+        self._writer = _RowWriter(world, directory, recipe.telemetry) if comm.rank == 0 else None
         self.end = FINISHED
+        self._note_clocks()
+        self._activities = Activities(spans)
+        activity.set_current(self._activities)
 
     def add(self, row: LoggedRow) -> None:
         """Add ``row``, and the seconds and bytes of this rank since the previous step. Local."""
         now = time.monotonic()
         if row.loss is not None:
             # A row that stands for several steps has their mean values.
-            count = max(1, row.step - self._step) if self._step else 1
-            exposed_s, moved = work.exposed_s(), self._traffic.moved()
-            spent = {**self._seconds, "step": now - self._boundary, "communication": exposed_s - self._exposed_s}
-            seconds = {name: value / count for name, value in spent.items()}
+            count = 1 if self._step is None else max(1, row.step - self._step)
+            self.end_step(row.step)
+            moved = self._traffic.moved()
+            seconds = {name: value / count for name, value in self._activities.take_seconds().items()}
             sent_bytes = moved.since(self._moved).messages / count
-            row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes)
-            self._step, self._exposed_s, self._moved, self._boundary = row.step, exposed_s, moved, now
+            row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes, steps=count)
+            self._step, self._moved = row.step, moved
             self._warm = self._warm or (row.step, moved)  # the first step measures algorithms
-            self._seconds.clear()
         self._rows.append(row)
         if now - self._sent_s >= FLUSH_S or len(self._rows) >= ROWS_PER_MESSAGE:
             self._sent_s = now
             self._flush()
 
+    def end_step(self, step: int) -> None:
+        """Record that ``step`` has ended, unless it is the last step. Local."""
+        if step != self._activities.step:
+            self._activities.end_step(step)
+
     def _flush(self) -> None:
-        rows, self._rows = self._rows, []
-        if self._rank:
-            if rows:
-                self._channel.send(rows)
-            return
-        messages = [(0, rows), *self._channel.arrived()]
-        self._record(lambda writer: writer.write(messages))
+        with self._spanned("other", METRICS):
+            rows, self._rows = self._rows, []
+            self._energy.attribute()
+            if self._rank:
+                if rows:
+                    self._channel.send(rows)
+                return
+            messages = [(0, rows), *self._channel.arrived()]
+            self._record(lambda writer: writer.write(messages))
 
     def _record(self, act: Callable[["_RowWriter"], None]) -> None:
         # The script goes on without metrics if rank 0 cannot write: other ranks would wait in their collectives.
@@ -116,46 +133,63 @@ class ScriptMetrics:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the time of the ``with`` body to phase ``name`` of the current step. Local."""
-        if self._in_phase:  # the outer phase counts
+        with self._spanned(name) as is_outer, phases.window(name) if is_outer and name in LONG else nullcontext():
             yield
-            return
-        self._in_phase = True
-        start, exposed_s = time.monotonic(), work.exposed_s()
+
+    @contextmanager
+    def _spanned(self, phase: str, name: str = "") -> Iterator[bool]:
+        # Yield False within another phase: the outer phase counts.
+        is_outer = self._activities.enter(phase, name)
         try:
-            with phases.window(name) if name in LONG else nullcontext():
-                yield
+            yield is_outer
         finally:
-            self._in_phase = False
-            # The wait for collectives is counted as communication.
-            self._seconds[name] += time.monotonic() - start - (work.exposed_s() - exposed_s)
+            if is_outer:
+                self._activities.leave()
 
     def start_at(self, step: int) -> None:
         """Record that ``step`` steps were made before this start, for the count of steps in the first row. Local."""
-        self._step = step
+        self._step = self._activities.step = step
 
-    def settle(self) -> None:
-        joules = phases.state()
-        self._flush()
-        messages = self._channel.drain()
-        self._record(lambda writer: writer.write(messages, everything=True))
-        self._record(lambda writer: writer.note_energy(joules))
+    def _note_clocks(self) -> None:
+        self._append(side_tables.note_clocks(self._clocks))
+
+    def _append(self, append: Callable[[Any, int], None]) -> None:
+        if self._writer is not None:
+            self._writer.append(append)
+
+    def settle(self, *, final: bool = False) -> None:
+        """Write all rows and the energy of all ranks. Collective. ``final``: no rows follow."""
+        with self._spanned("other", METRICS):
+            self._flush()
+            messages = self._channel.drain()
+            self._record(lambda writer: writer.write(messages, everything=True))
+            self._note_clocks()
+            nodes = self._energy.collect()
+            if nodes:
+                self._append(lambda file, session: append_rows(file, session, nodes))
+            try:
+                self._energy.note(final=final)
+            except StorageError as error:  # on rank 0
+                _say(f"hpcdist: {error}; the script goes on")
 
     def close(self) -> None:
         """Write everything, and end the event log. Collective."""
-        self.settle()
+        self.settle(final=True)
+        activity.set_current(None)
         self._channel.free()
         self._comm.events = self._traffic.inner
-        first, until = self._warm or (self._step, self._moved)
-        moved = self._moved.since(until)._asdict() if self._step > first else {}
-        per_step = {way: nbytes / (self._step - first) for way, nbytes in moved.items()}
+        last = self._step or 0
+        first, until = self._warm or (last, self._moved)
+        moved = self._moved.since(until)._asdict() if last > first else {}
+        per_step = {way: nbytes / (last - first) for way, nbytes in moved.items()}
         self._record(lambda writer: writer.close(self.end, per_step))
 
 
 class _RowWriter:
     # Rank 0's writer of the rows of all ranks. It creates its files with the first row.
-    def __init__(self, world: World, directory: Path) -> None:
-        self._world, self._directory = world, directory
-        self._config = load().recipe.telemetry  # from the site, the user and the environment
+    def __init__(self, world: World, directory: Path, config: TelemetryConfig) -> None:
+        self._world, self._directory, self._config = world, directory, config
+        self._starts = StartRecord(directory)
         self._begun = time.monotonic()
         self._last: dict[int, int] = {}  # last logged step of each rank that has called `log`
         self._seen: dict[int, float] = {}  # time of this rank's last rows
@@ -164,6 +198,11 @@ class _RowWriter:
         self._waits = 0, 0.0  # number of steps since the first, and seconds in which they waited for data
         self._has_step = False
         self._file: MetricsWriter | None = None
+        self._appends: list[Callable[[Any, int], None]] = []  # for the next flush of the file
+
+    def append(self, append: Callable[[Any, int], None]) -> None:
+        if self._file is not None or not self._appends:  # keep few while there is no file
+            self._appends.append(append)
 
     def write(self, messages: Sequence[tuple[int, Sequence[LoggedRow]]], *, everything: bool = False) -> None:
         for rank, rows in messages:
@@ -181,8 +220,8 @@ class _RowWriter:
         complete = math.inf if everything else min(active, default=0) - 1
         for step in sorted(step for step in self._waiting if step <= complete):
             self._write_step(step, self._waiting.pop(step))
+        self._starts.alive()
         if self._file is not None:
-            self._starts.alive()
             self._flush(self._file)
 
     def _flush(self, file: MetricsWriter) -> None:
@@ -190,12 +229,14 @@ class _RowWriter:
         if steps:
             self._events.add("collectives", self._written, {"data_seconds": waited_s / steps})
         if events := self._events.publish():
-            file.flush(lambda opened, session: observations.append(opened, session, events))
+            self._appends.append(lambda opened, session: observations.append(opened, session, events))
+        appends, self._appends = self._appends, []
+        file.flush(*appends)
 
     def _write_step(self, step: int, ranks: Mapping[int, Sequence[LoggedRow]]) -> None:
         rows = [row for of_rank in ranks.values() for row in of_rank]
         # The first step of a start, and later ones, may be in the file of the start before.
-        file = self._file or self._open(step - any(row.loss is not None for row in rows))
+        file = self._file or self._open(step - max((row.steps for row in rows if row.loss is not None), default=0))
         steps = {rank: row for rank, of_rank in ranks.items() for row in of_rank if row.loss is not None}
         if steps and step > self._written:
             self._written = step
@@ -217,14 +258,11 @@ class _RowWriter:
         rate, samples = rows[0].learning_rate, round(sum(weights))
         wide = {name: np.full(self._world.size, math.nan) for name in (*PER_RANK, "data_s")}
         for rank, row in ranks.items():
-            seconds = row.seconds
-            named = {name: seconds.get(name, 0.0) for name in ("communication", "update", "data")}
-            held_s = sum(seconds.get(name, 0.0) for name in LONG)
-            if held_s:
+            if any(name in row.seconds for name in LONG):
                 self._events.hold_up(step)
-            computed_s = max(0.0, seconds["step"] - sum(named.values()) - held_s)
-            for name, value in {**named, "step": seconds["step"], "compute": computed_s}.items():
-                wide[f"{name}_s"][rank] = value
+            wide["step_s"][rank] = math.fsum(row.seconds.values())
+            for name in ("compute", "communication", "update", "data"):
+                wide[f"{name}_s"][rank] = row.seconds.get(name, 0.0)
             wide["sent_bytes"][rank] = row.sent_bytes
         if self._has_step:
             self._waits = self._waits[0] + 1, self._waits[1] + float(np.nanmean(wide["data_s"]))
@@ -238,34 +276,19 @@ class _RowWriter:
         world, path = self._world, self._directory / METRICS_FILE
         resumed = max(0, done) if path.exists() else None
         attributes = provenance.provenance(mpi_library=world.library)
-        about = {"lock_step": 1, "speed_unit": "samples", "loss_unit": "", "strategy": STRATEGY, "nodes": world.nodes}
+        about = {"lock_step": 1, "speed_unit": "samples", "loss_unit": "", "strategy": SCRIPT, "nodes": world.nodes}
         self._file = MetricsWriter(path, world.size, resumed, attributes=attributes | about)
-        self._starts = StartRecord(self._directory)
-        run = RunInfo(
-            self._directory.name,
-            self._directory,
-            provenance.job_number(),
-            world.size,
-            world.nodes,
-            STRATEGY,
-            resumed,
-            owner=provenance.job_owner(),
-        )
+        run = run_info(self._directory, world.size, world.nodes, SCRIPT, resumed)
         self._events = StepEvents(run, self._config, _say, unit="samples", done=done)
         return self._file
 
-    def note_energy(self, joules: Mapping[str, Any]) -> None:
-        usage = {"since_step": 0, "joules": joules, "activities": None}
-        atomic.save(self._directory / USAGE_FILE, json.dumps(usage))
-
     def close(self, end: str, moved: Mapping[str, float]) -> None:
-        if self._file is None:
-            return
-        self._events.add("end", max(self._last.values()), {})
-        self._flush(self._file)
-        self._file.describe(**{MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()})
-        self._file.close()
-        self._events.close(normal=True)
+        if self._file is not None:
+            self._events.add("end", max(self._last.values()), {})
+            self._flush(self._file)
+            self._file.describe(**{MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()})
+            self._file.close()
+            self._events.close(normal=True)
         self._starts.ended(end)
 
 
@@ -274,19 +297,22 @@ def _say(text: str) -> None:
 
 
 _recorders: Final[list[ScriptMetrics]] = []  # of this process
+_energy: Final[list[EnergyRecorder]] = []  # of this process
 
 
-def begin(world: World, directory: Path) -> None:
-    """Record the rows of `log`, and the energy, in the run directory ``directory`` until `end`. Collective."""
-    usage = regular.json_or_none(directory / USAGE_FILE) if world.rank == 0 else None
-    usage = world.bcast(usage)
-    if not phases.is_open():
-        phases.configure()
-        if isinstance(usage, dict):
-            phases.restore(usage.get("joules"))
+def _drain() -> np.ndarray:
+    activities = activity.current()
+    return np.empty((0, 3), np.int64) if activities is None else activities.drain()
+
+
+def begin(world: World, directory: Path, recipe: Recipe) -> None:
+    """Record the rows of `log`, and the energy, in the run directory ``directory`` until `end`. Collective.
+
+    ``recipe``: its sections [telemetry] and [energy] configure the record.
+    """
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-    _recorders.append(ScriptMetrics(world, directory))
+    _recorders.append(ScriptMetrics(world, directory, recipe))
 
 
 def settle() -> None:
@@ -299,6 +325,12 @@ def start_at(step: int) -> None:
     """Record that ``step`` steps were made before this start. Local."""
     for recorder in _recorders:
         recorder.start_at(step)
+
+
+def end_step(step: int) -> None:
+    """Record that ``step`` has ended, if `log` is not called after every step. Local."""
+    for recorder in _recorders:
+        recorder.end_step(step)
 
 
 def end() -> None:

@@ -314,7 +314,10 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
     arrays.finish_saves(where)
 
     def take(path: Path | None) -> dict[str, Any] | None:
-        return None if path is None else _restore(where, path, state)
+        if path is None:
+            return None
+        metrics.start_at(int(path.name.partition(".")[0].removeprefix("step-")))
+        return _restore(where, path, state)
 
     return arrays.from_newest_intact(directory, where, arrays.newest_complete(directory, where), take)
 

@@ -1,20 +1,31 @@
 """Stop requests in a PyTorch script: end the loop early, save, and exit with the code that the scheduler needs."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from hpcdist.checkpoint.state import finish_saves
-from hpcdist.comm.mpi.world import start_world
+from hpcdist.comm.mpi.world import AnyComm, start_world
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.torch import metrics
+from hpcdist.torch.activity import waiting
 from hpcdist.torch.state import saved
-from hpcdist.training.run.stop_requests import should_stop
+from hpcdist.training.run import stop_requests
 
 Batch = TypeVar("Batch")
 _END: Final[Any] = object()
+
+
+def should_stop(margin_s: float = stop_requests.MARGIN_S, *, comm: AnyComm = None) -> int:
+    """Return the result of `hpcdist.should_stop` with the same arguments, and record the wait for it. Collective.
+
+    The result is 0, 75 (requeue) or 130 (Ctrl-C), equal on all ranks. Call this once per iteration.
+    """
+    with waiting("should_stop"):
+        return stop_requests.should_stop(margin_s, comm=comm)
 
 
 def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -65,6 +76,22 @@ def trainer_callback() -> Any:
 
     class StopAndLog(TrainerCallback):  # type: ignore[misc, unused-ignore]
         code, logged = 0, 0
+        phase = ExitStack()  # the open phase
+
+        def _begin(self, name: str) -> None:
+            self.phase.close()
+            self.phase.enter_context(metrics.phase(name))
+
+        def _end(self, *arguments: Any, **more: Any) -> None:
+            self.phase.close()
+
+        on_optimizer_step = on_evaluate = on_predict = _end
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self._begin("update")
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self._begin("validation")
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             self.logged = state.global_step
@@ -74,6 +101,7 @@ def trainer_callback() -> Any:
             self.code = should_stop()
             if self.code:
                 control.should_save = control.should_training_stop = True
+            metrics.end_step(state.global_step)  # the Trainer may log only some steps
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
             values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}

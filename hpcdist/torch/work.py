@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, NoReturn
 
@@ -24,24 +24,15 @@ from hpcdist.collectives import nccl, segments
 from hpcdist.comm.failure.exits import before_finalize
 from hpcdist.comm.transport import CallSite, EventSink, attribute
 from hpcdist.errors import DeadlineError
+from hpcdist.torch import activity
+from hpcdist.torch.activity import waiting
 from hpcdist.torch.streams import Streams
 
 NO_TIMEOUT: Final = timedelta(0)
+NO_SIZE: Final = "uint8", 0  # (dtype name, element count) of an operation whose sizes may differ between ranks
 _guard: Final = threading.Lock()  # guards the state of all handles; held briefly
 END_S: Final = 1.0  # maximum wait at exit for a thread that waits for another rank
-ONE_SIZE: Final = ("all_reduce", "broadcast", "reduce")  # operations with equal sizes on all ranks
 LOOK_S: Final = 0.001  # polling interval for NCCL work
-_exposed_s: Final = [0.0]
-
-
-def exposed_s() -> float:
-    """Return the seconds for which threads of the program have waited for collectives, since the start. Local."""
-    return _exposed_s[0]
-
-
-@lru_cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Failed:
@@ -103,9 +94,11 @@ class Work(dist.Work):
         if self._error is not None:
             future._set_unwrap_func(_Failed.result)
             future.set_result(_Failed(self._error))
-            return
-        with nullcontext() if self.streams is None else self.streams.communicating(self.end_event):
-            future.set_result(list(self._result))
+        else:
+            with nullcontext() if self.streams is None else self.streams.communicating(self.end_event):
+                future.set_result(list(self._result))
+        if (activities := activity.current()) is not None:
+            activities.end_future(id(self))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the operation, and return True. Raises the operation's error, or DeadlineError after ``timeout``."""
@@ -140,6 +133,8 @@ class Work(dist.Work):
 
     def get_future(self) -> Any:
         """Return a PyTorch future whose value is the list of result tensors."""
+        if (activities := activity.current()) is not None and self._future is None:
+            activities.await_future(id(self))
         with _guard:
             if self._future is not None:
                 return self._future
@@ -156,8 +151,9 @@ class Work(dist.Work):
 class CollectiveWork(Work):
     """Handle of a collective in an `OperationQueue`. The queue calls ``run`` to perform the collective."""
 
-    # On a GPU, the collective starts after the earlier work on the current CUDA stream. ``name`` (such as "all_reduce")
-    # and ``site`` (source line of the call) are for event records.
+    # On a GPU, the collective starts after the earlier work on the current CUDA stream. Event records need
+    # ``name`` (such as "all_reduce"), ``site`` (source line of the call) and ``size``: dtype name and element
+    # count, which are equal on all ranks, or ("uint8", 0) if unknown.
     def __init__(
         self,
         queue: "OperationQueue",
@@ -166,9 +162,10 @@ class CollectiveWork(Work):
         site: CallSite | None = None,
         streams: Streams | None = None,
         name: str = "",
+        size: tuple[str, int] = NO_SIZE,
     ) -> None:
         super().__init__(result, streams)
-        self.name = name
+        self.name, self.size = name, size
         self.timeout = NO_TIMEOUT  # for `wait` without a timeout
         self._queue = queue
         if streams is not None:
@@ -182,7 +179,7 @@ class CollectiveWork(Work):
         run = self._run if self.streams is None else partial(self._enqueue, self._run, self.streams)
         error = None
         try:
-            record(self.name, run, self._result, self.site)
+            record(self.name, self.size, run, self.site)
         except BaseException as raised:  # noqa: BLE001 (raised again by `wait`)
             error = raised
         self._run = None
@@ -253,22 +250,21 @@ class OperationQueue:
         self._computing: SimpleQueue[tuple[cuda.Event, int] | None] = SimpleQueue()
         self._watcher: threading.Thread | None = None
 
-    def run(self, name: str, run: Callable[[], object], result: Sequence[torch.Tensor], site: CallSite | None) -> None:
+    def run(self, name: str, size: tuple[str, int], run: Callable[[], object], site: CallSite | None) -> None:
         """Run the queued collectives, then the collective ``run`` on host tensors, in this thread."""
         if self._runner == threading.get_ident():
-            self._record(name, run, result, site)  # called by a callback of an operation: runs directly after it
+            self._record(name, size, run, site)  # called by a callback of an operation: runs directly after it
             return
-        start = time.perf_counter()
-        self._turn.acquire()
-        self._runner = threading.get_ident()
-        try:
-            while self._waiting:
-                self._perform(self._waiting.popleft())
-            self._record(name, run, result, site)
-        finally:
-            self._runner = None
-            self._turn.release()
-            _exposed_s[0] += time.perf_counter() - start
+        with waiting(name or "operation"):
+            self._turn.acquire()
+            self._runner = threading.get_ident()
+            try:
+                while self._waiting:
+                    self._perform(self._waiting.popleft())
+                self._record(name, size, run, site)
+            finally:
+                self._runner = None
+                self._turn.release()
 
     def start(self, work: CollectiveWork, *, wake: bool = True) -> CollectiveWork:
         """Queue the collective ``work``, and return ``work``. If ``wake`` is False, a waiting thread performs it."""
@@ -314,8 +310,8 @@ class OperationQueue:
             while not work.done:
                 self._perform(self._waiting.popleft())
             return
-        seconds, start = timeout.total_seconds(), time.perf_counter()
-        try:
+        seconds = timeout.total_seconds()
+        with waiting(work.name or "operation"):
             if seconds > 0 and self.has_thread:
                 if not work.wait_for_end(seconds):
                     raise DeadlineError(
@@ -331,28 +327,20 @@ class OperationQueue:
             finally:
                 self._runner = None
                 self._turn.release()
-        finally:
-            _exposed_s[0] += time.perf_counter() - start
 
     def _perform(self, work: CollectiveWork) -> None:
         # Operations started by callbacks run directly afterwards in the same thread: all ranks have one order.
         work.perform(self._record)
         work.settle()
 
-    def _record(
-        self, name: str, run: Callable[[], object], result: Sequence[torch.Tensor], site: CallSite | None
-    ) -> None:
+    def _record(self, name: str, size: tuple[str, int], run: Callable[[], object], site: CallSite | None) -> None:
         events = self._events()
         attribute(site)
         try:
             if not name:
                 run()
                 return
-            # Sizes are recorded only if they are equal on all ranks.
-            is_equal = name in ONE_SIZE and result
-            dtype = _dtype_name(result[0].dtype) if is_equal else "uint8"
-            count = sum([tensor.numel() for tensor in result]) if is_equal else 0
-            token = events.begin(self.name, name, dtype, count, 0, -1, 0)
+            token = events.begin(self.name, name, *size, 0, -1, 0)
             run()
             events.end(token)  # a failed operation stays open
         finally:

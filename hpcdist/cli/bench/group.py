@@ -195,6 +195,8 @@ def _effective_keys(run_dir: Path) -> dict[str, str]:
     from hpcdist.reporting.rules import written
     from hpcdist.training.recipe import recipe as recipes
 
+    if not (run_dir / RECIPE_FILE).exists():  # the run of a script
+        return {}
     values = recipes.flat(recipes.load_stored(run_dir / RECIPE_FILE))
     kind = values["model.kind"]
     return {

@@ -11,6 +11,7 @@ import click
 from hpcdist import __version__
 from hpcdist.cli.common import DIRECTORY, FILE, Parsed, check_plot, existing_run_argument, json_option
 from hpcdist.comm.record.flight_recorder import RecordedEvent
+from hpcdist.constants import METRICS_FILE, RECIPE_FILE
 from hpcdist.errors import FAILURE, OK, HpcdistError, StorageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import jsonable
@@ -33,14 +34,15 @@ def runs(folder: Path, as_json: bool) -> None:
     """
     if not folder.is_dir():
         raise StorageError(f"the folder {folder} does not exist; runs are in {DEFAULT}/ unless --out was given")
-    paths = [path for path in folder.iterdir() if (path / "recipe.toml").is_file()]
+    paths = [path for path in folder.iterdir() if any((path / name).is_file() for name in (RECIPE_FILE, METRICS_FILE))]
     rows = sorted((_run_row(path) for path in paths), key=lambda row: row["age_s"])
     if as_json:
         click.echo(json.dumps(rows))
         return
     table = [("run", "state", "steps", "loss", "speed", "age")]
     for row in rows:
-        steps, loss = f"{row['steps']} of {row['planned']}", text_of(row["loss"], ".4f")
+        planned, loss = row["planned"], text_of(row["loss"], ".4f")
+        steps = f"{row['steps']}" + (f" of {planned}" if planned is not None else "")
         speed, age = text_of(row["tokens_per_s"], ",.0f"), format_duration(row["age_s"])
         speed += f" {row['speed_unit']}/s" if row["tokens_per_s"] is not None else ""
         table.append((row["run"], row["state"], steps, loss, speed, age))
@@ -54,10 +56,12 @@ def _run_row(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": path.name, "state": _state(path), "planned": None, "steps": 0}
     row |= {"loss": None, "tokens_per_s": None, "speed_unit": "tokens", "age_s": _age_s(path)}
     try:
-        row["planned"] = recipes.load_stored(path / "recipe.toml").run.steps
-        figures = reports.report(path).figures
+        if (path / RECIPE_FILE).is_file():  # not the run of a script
+            row["planned"] = recipes.load_stored(path / RECIPE_FILE).run.steps
+        run = reports.report(path)
+        figures = run.figures
         row |= {"steps": figures["steps"], "loss": figures["train_loss_mean"], "tokens_per_s": figures["tokens_per_s"]}
-        row["speed_unit"] = figures.get("speed_unit") or "tokens"
+        row["speed_unit"] = run.speed_unit
     except HpcdistError:  # just started or damaged: reported by its state
         row["state"] = row["state"] or NEW
     return row
@@ -66,10 +70,13 @@ def _run_row(path: Path) -> dict[str, Any]:
 def _state(path: Path) -> str:
     from hpcdist.checkpoint.lock import LOCK_FILE, is_held
     from hpcdist.comm.record.run_journal import known_starts
+    from hpcdist.telemetry.page import history
 
     if is_held(path):
         return RUNNING
     if starts := known_starts(path):
+        if not starts[-1].end and not (path / RECIPE_FILE).exists():  # a script holds no lock
+            return RUNNING if history.read_state(path, time.time_ns()).kind == history.RUNNING else FAILED
         return starts[-1].end or FAILED
     return FAILED if (path / LOCK_FILE).exists() else NEW  # it died, or was refused, before its first step
 

@@ -64,7 +64,7 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
 
     path = run_dir / RECIPE_FILE
     if not path.is_file():
-        return [], f"The directory has no {path.name}.", None
+        return [], f"The directory has no {path.name}: a script has no recipe.", None
     try:
         values = recipes.flat(recipes.load_stored(path))
     except HpcdistError as error:
@@ -75,15 +75,10 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
 
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
-    from hpcdist.energy.config import EnergyConfig
     from hpcdist.training.observe.energy import electricity_figures
-    from hpcdist.training.recipe import recipe as recipes
+    from hpcdist.training.use_cases.energy_figures import energy_config
 
-    try:
-        config = recipes.load_stored(run_dir / RECIPE_FILE).energy
-    except HpcdistError:
-        config = EnergyConfig()
-    return partial(electricity_figures, config)
+    return partial(electricity_figures, energy_config(run_dir))
 
 
 def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":

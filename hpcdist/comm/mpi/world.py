@@ -151,18 +151,25 @@ def start_world(device: str) -> World:
     return _worlds[0]
 
 
-def record(world: World, default_s: float = DEADLINE_S) -> None:
-    """Record all operations, each with a deadline of $HPCDIST_DEADLINE_S seconds or ``default_s``. Collective."""
-    if world.size == 1 or failfast.is_recording():
-        return
+def record(world: World, default_s: float = DEADLINE_S, *, spans: bool = False) -> None:
+    """Record all operations, each with a deadline of $HPCDIST_DEADLINE_S seconds or ``default_s``. Collective.
+
+    ``spans``: also open a file of spans, for `hpcdist trace`.
+    """
     # The directory of `hpcdist run --out`, or else a temporary directory, which a successful end removes.
     run_dir = world.bcast(os.environ.get(RUN_DIR))
+    if failfast.is_recording():
+        if spans:
+            world.session.open_spans()
+        return
+    if world.size == 1 and not (run_dir and spans):
+        return
     folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix=RECORDS) if world.rank == 0 else ""))
     if not run_dir and world.local_rank == 0:
         _remove_old_records(folder.parent)
         at_exit(shutil.rmtree, folder, True)  # errors are ignored
     folder.mkdir(parents=True, exist_ok=True)  # on every node
-    world.session.record(folder, _deadline_s(default_s))
+    world.session.record(folder, _deadline_s(default_s), spans=spans)
     assert world.session.watchdog is not None
     world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
 

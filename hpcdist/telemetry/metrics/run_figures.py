@@ -24,6 +24,9 @@ from hpcdist.telemetry.page.run_data import RunData
 NO_WARM: Final = "only first steps of a start were made, which compile and allocate"
 EARLIER: Final = "not stored by the run: it is running, was stopped, or was made by an earlier version"
 NO_VALIDATION: Final = "no validation was made yet, or the recipe has no validation data"
+NO_LOGGED_VALIDATION: Final = "the script logged no validation_loss"
+NO_SCRIPT_OVERLAP: Final = "not measured in a script; `hpcdist trace` shows the overlap of the last steps"
+NO_SCRIPT_MEMORY: Final = "arrays of a script are not counted"
 ONE_RANK: Final = "one rank: there is nothing to compare"
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 _SHARES: Final = ("compute", "update", "data", "other")
@@ -93,6 +96,8 @@ def _noise_note(run: RunData) -> str:
 def _no_overlap(run: RunData) -> str:
     if run.world < 2:
         return ""
+    if run.is_script:
+        return NO_SCRIPT_OVERLAP
     if run.setting("communication.overlap") == "none":
         return "communication.overlap = none: reductions come after the computation"
     return str(run.attributes.get("communication_hidden_reason") or EARLIER)
@@ -165,16 +170,21 @@ def _energy_note(run: RunData) -> str:
     return "; ".join(text for text in (kinds or "all starts together", texts) if text)
 
 
-def _j_per_token(run: RunData) -> float | None:
-    step = run.energy.j_per_step
-    per_token = None if run.energy.renewed else finite_number(run.attributes.get("j_per_token"))
-    if per_token is None and step is not None and run.run is not None:
-        tokens = float(np.mean(run.run.steps["tokens"]))
-        return step / tokens if tokens else None
-    return per_token
+def _j_per_item(unit: str) -> Callable[[RunData], float | None]:
+    def joules(run: RunData) -> float | None:
+        if run.speed_unit != f"{unit}s":
+            return None
+        step = run.energy.j_per_step
+        per_item = None if run.energy.renewed else finite_number(run.attributes.get(f"j_per_{unit}"))
+        if per_item is None and step is not None and run.run is not None:
+            items = step_metrics.items_per_step(run.run.steps, run.attributes)
+            return step / items if items > 0 else None
+        return per_item
+
+    return joules
 
 
-def _j_per_token_note(run: RunData) -> str:
+def _j_per_item_note(run: RunData) -> str:
     step = run.energy.j_per_step
     return "training only" + ("" if step is None else f"; {format_joules(step)} a step")
 
@@ -213,7 +223,8 @@ FIGURES: Final = (
               meaning="mean training loss of the last 20 steps", reason=lambda run: "no loss was finite",
               note=_train_note),
     RunFigure("val_loss", _number("val_loss"), _loss_text, title="validation loss",
-              meaning="mean loss of the last validation", reason=lambda run: NO_VALIDATION, note=_entropies),
+              meaning="mean loss of the last validation",
+              reason=lambda run: NO_LOGGED_VALIDATION if run.is_script else NO_VALIDATION, note=_entropies),
     RunFigure("tokens_per_s", _number("tokens_per_s"), lambda value, run: f"{value:,.0f} {run.speed_unit}/s",
               title="speed", unit="1/s", meaning="tokens, or samples, over the time of their steps",
               reason=lambda run: NO_WARM, note=lambda run: "first steps of each start left out"),
@@ -241,8 +252,11 @@ FIGURES: Final = (
     RunFigure("facility_kwh", _kwh, lambda value, run: _labelled(run, f"{short_number(value)} kWh"),
               title="electricity", unit="kWh", meaning="energy of the job times the PUE of the site", is_detail=True,
               note=_kwh_note),
-    RunFigure("j_per_token", _j_per_token, _joules_text, title="energy a token", unit="J",
-              meaning="energy of training per token", is_detail=True, note=_j_per_token_note),
+    *(
+        RunFigure(f"j_per_{item}", _j_per_item(item), _joules_text, title=f"energy a {item}", unit="J",
+                  meaning=f"energy of training per {item}", is_detail=True, note=_j_per_item_note)
+        for item in ("token", "sample")
+    ),
     RunFigure("cost", lambda run: finite_number(run.costs.get("cost")),
               lambda value, run: _labelled(run, f"{value:.3g} {run.costs.get('currency') or ''}".rstrip()),
               meaning="price of the electricity", is_detail=True, note=lambda run: "price of the electricity"),
@@ -252,7 +266,8 @@ FIGURES: Final = (
               lambda value, run: _labelled(run, f"{short_number(value)} g CO2e"), title="emissions", unit="g",
               meaning="CO2 equivalents of the electricity", reason=_no_emissions, is_detail=True, note=_emissions_note),
     RunFigure("peak_bytes_total", _peak_bytes, _peak_text, title="peak memory", unit="By",
-              meaning="most bytes of arrays on a rank", reason=lambda run: EARLIER, note=_peak_note),
+              meaning="most bytes of arrays on a rank",
+              reason=lambda run: NO_SCRIPT_MEMORY if run.is_script else EARLIER, note=_peak_note),
     RunFigure("starts", lambda run: len(run.state.starts) or None, meaning="starts of the run", is_detail=True),
     RunFigure("skipped_steps", lambda run: run.figures.get("skipped_steps"), title="skipped steps", is_counter=True,
               meaning="steps without an update", note=lambda run: "the gradient overflowed, nothing was updated"),

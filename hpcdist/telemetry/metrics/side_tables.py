@@ -3,14 +3,15 @@
 Columns with one number per step are read in full. Columns with one number per rank are read for evenly spread steps.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm.record.clock_offsets import ClockReading, HostTable
+from hpcdist.comm.record.clock_offsets import ClockReading, HostClocks, HostTable
 from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column, MetricsTable, spread_blocks, texts
 from hpcdist.reporting import regular
@@ -147,6 +148,12 @@ def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[
         rtt_ns=[reading.rtt_ns for reading in readings],
         wall_ns=[reading.t_ns + wall_ns for reading in readings],
     )
+
+
+def note_clocks(clocks: HostClocks) -> Callable[[Any, int], None]:
+    """Compare the clocks of all hosts. Return a function that appends the result to a metrics file. Collective."""
+    readings, wall_ns = clocks.measure(), time.time_ns() - time.monotonic_ns()
+    return lambda file, session: append_clocks(file, session, clocks.hosts, readings, wall_ns)
 
 
 def read_clocks(path: Path) -> tuple[ClockSession, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from hpcdist.comm.record.timing import BytesMoved
+from hpcdist.constants import SCRIPT
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column, MetricsTable
@@ -318,6 +319,20 @@ def mean_step_s(metrics: MetricsData) -> float | None:
     seconds = steps["step_s"][last][:, works] if "step_s" in steps else np.empty(0)
     seconds = seconds[np.isfinite(seconds)]
     return float(seconds.mean()) if seconds.size else None
+
+
+def steps_of_rows(steps: Mapping[str, np.ndarray], attributes: Mapping[str, Any]) -> np.ndarray:
+    """Return the number of steps for which each row of the table ``steps`` stands. ``attributes``: of the file."""
+    # A row of a script has the means of the steps since the row before.
+    is_script = attributes.get("strategy") == SCRIPT
+    return np.diff(steps["step"], prepend=0).clip(1) if is_script else np.ones(len(steps["step"]), np.int64)
+
+
+def items_per_step(steps: Mapping[str, np.ndarray], attributes: Mapping[str, Any], since: int = 0) -> float:
+    """Return the mean number of tokens, or samples, of the steps after step ``since``, or NaN if there is no step."""
+    after = steps["step"] > since
+    counts = steps_of_rows(steps, attributes)[after]
+    return float(np.average(steps["tokens"][after], weights=counts)) if len(counts) else math.nan
 
 
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.constants import METRICS_FILE, RECIPE_FILE
+from hpcdist.constants import METRICS_FILE, RECIPE_FILE, SCRIPT
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import side_tables, step_metrics
@@ -107,6 +107,11 @@ class RunData:
             return []
         steps = self.run.steps
         return [int(step) for step in steps["step"][1:][np.diff(steps["session"]) != 0]]
+
+    @property
+    def is_script(self) -> bool:
+        """True if a script over the backend of torch.distributed made the run, not a training of hpcdist."""
+        return self.attributes.get("strategy") == SCRIPT
 
     @property
     def speed_unit(self) -> str:

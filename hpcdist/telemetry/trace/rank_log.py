@@ -22,6 +22,8 @@ _MOST_RANKS: Final = 1 << 22
 _TOGETHER_NS: Final = 60_000_000_000
 _BOUNDARY_NS: Final = 1_000_000_000  # a longer gap after a step separates lives of a job
 _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_gather)$")
+_METRICS: Final = re.compile(r"/rows[\d.]*$")  # communicators of metrics, on which no rank waits
+_IN_THREADS: Final = re.compile("/(background|torch)")  # communicators whose calls run in threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class RecordedCall(CommunicatorCall):
     @property
     def is_asynchronous(self) -> bool:
         """True if the rank can do other work during the call, which is nonblocking or in a background thread."""
-        return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
+        return bool(_NONBLOCKING.search(self.op) or _IN_THREADS.search(self.comm))
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,8 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
     clock, last = record.clock_ns, record.last_sign_ns
     calls = []
     for event in record.events:
+        if _METRICS.search(event.comm):
+            continue
         begin = event.started_ns - clock
         place = bisect_right(begins, begin) - 1
         step = ordered[place][2] if place >= 0 and begin < ordered[place][1] else NO_STEP

@@ -30,6 +30,7 @@ from hpcdist.energy.sampler import SourceSamples
 from hpcdist.energy.sources.discovery import claim_gpus
 from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import json_number
+from hpcdist.telemetry.metrics.row_channel import RowChannel
 from hpcdist.training.build.state_source import scalars_of
 from hpcdist.training.recipe.recipe import Recipe
 
@@ -111,7 +112,7 @@ class EnergyRecorder:
     """Recorder of the energy that a run has consumed since step 0, restarts included. Construction is collective."""
 
     # ``directory``: run directory, or None to store nothing. ``spans()`` returns this rank's time spans since its last
-    # call. Without it, the energy per activity is unknown. ``host``: name of this node.
+    # call. Without it, the energy per activity is unknown. ``host``: name of this node. ``monitor``: open monitor.
     def __init__(
         self,
         comm: Communicator,
@@ -120,13 +121,15 @@ class EnergyRecorder:
         directory: Path | None = None,
         spans: Callable[[], np.ndarray] | None = None,
         host: str | None = None,
+        monitor: EnergyMonitor | None = None,
     ) -> None:
         on_gpu = recipe.run.device == "gpu"
         of_gpu: dict[str, Any] = {"bus_id": device.bus_id(), "synchronise": device.synchronise} if on_gpu else {}
         # No deadline: the communication of the training has one.
-        self.monitor = EnergyMonitor(comm, recipe.energy, host=host, deadline_s=math.inf, **of_gpu)
+        self.monitor = monitor or EnergyMonitor(comm, recipe.energy, host=host, deadline_s=math.inf, **of_gpu)
         self._comm, self._recipe = comm, recipe
         self._spans = spans
+        self.channel: RowChannel | None = None  # for spans, to the first rank of the node
         self._node: Communicator | None = None
         self._attribution: Attribution | None = None
         self._users: dict[str, tuple[int, ...]] = {}  # ranks of this host by the GPU they use
@@ -171,6 +174,7 @@ class EnergyRecorder:
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
+        self.channel = RowChannel(self._node)
         local_gpus = () if bus_id is None else claim_gpus(self._recipe.energy, bus_id, os.environ).gpus
         for rank, gpus in enumerate(self._node.allgather_object(local_gpus)):
             for gpu in gpus:
@@ -198,24 +202,21 @@ class EnergyRecorder:
 
         Ranks that are not the first rank of their node return [].
         """
-        self._attribute()
+        self.attribute(wait=True)
         return self.monitor.collect()
 
-    def _attribute(self) -> None:
-        if self._node is None or self._spans is None:
+    def attribute(self, *, wait: bool = False) -> None:
+        """Send new spans to the node's first rank, which attributes the energy to them. Collective if ``wait``."""
+        # Without ``wait``, the call is local, and spans in flight are attributed later.
+        if self._node is None or self.channel is None or self._spans is None:
             return
-        local_spans = np.ascontiguousarray(self._spans(), np.int64).reshape(-1)  # three numbers per span
-        counts = self._node.allgather_object(len(local_spans))
-        if self._node.rank:
-            if len(local_spans):
-                self._node.send(local_spans, 0)
-            return
-        ranks = [local_spans.reshape(-1, 3)]
-        for peer, count in enumerate(counts[1:], start=1):
-            spans = np.empty(count, np.int64)
-            if count:
-                self._node.recv(spans, peer)
-            ranks.append(spans.reshape(-1, 3))
+        ranks = [np.empty((0, 3), np.int64) for _ in range(self._node.size)]
+        ranks[self._node.rank] = local_spans = np.ascontiguousarray(self._spans(), np.int64)
+        if self._node.rank and len(local_spans):
+            self.channel.send(local_spans)
+        if wait or not self._node.rank:
+            for rank, spans in self.channel.drain() if wait else self.channel.arrived():
+                ranks[rank] = np.concatenate([ranks[rank], spans])
         if self._attribution is not None:
             self._attribution.add(
                 ranks,
@@ -224,8 +225,11 @@ class EnergyRecorder:
 
     def state(self) -> dict[str, Any]:
         """Return a dict for a checkpoint: the run's energy until now, in total and per activity. Collective."""
+        return self._state(final=False)
+
+    def _state(self, *, final: bool) -> dict[str, Any]:
         joules = self.monitor.state()
-        return self._record(joules, self._activities(joules, final=False))
+        return self._record(joules, self._activities(joules, final=final))
 
     def _record(self, joules: Any, activities: Mapping[str, Any]) -> dict[str, Any]:
         activities_state = phase_shares.activities_state(activities)
@@ -247,12 +251,12 @@ class EnergyRecorder:
             everywhere, list(joules["by_kind"]), now_j - self._before_j, reason, self._before
         )
 
-    def note(self) -> dict[str, Any]:
+    def note(self, *, final: bool = False) -> dict[str, Any]:
         """Store the result of `state` in the run directory, and return this result. Collective.
 
-        Only rank 0 writes the file. Rank 0 raises StorageError if writing fails.
+        Only rank 0 writes the file. Rank 0 raises StorageError if writing fails. ``final``: no sample or span follows.
         """
-        state = self.state()
+        state = self._state(final=final)
         self._write(state)
         return state
 
@@ -277,9 +281,10 @@ class EnergyRecorder:
 
     def close(self) -> None:
         """Free the communicators. Do not call `collect` afterwards. Collective."""
-        if self._node is not None:
+        if self._node is not None and self.channel is not None:
+            self.channel.free()
             self._node.free()
-            self._node = None
+            self._node = self.channel = None
         self.monitor.close()
 
 

@@ -20,8 +20,7 @@ from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.energy_metrics import CarbonIntensity
 from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.telemetry import provenance
-from hpcdist.telemetry.event_stream import RunInfo
+from hpcdist.telemetry.event_stream import run_info
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import StepRow
@@ -84,16 +83,8 @@ class EventPublisher:
         self._events: StepEvents | None = None
         if session.comm.rank == 0:
             recipe = trainer.recipe
-            run = RunInfo(
-                directory.name,
-                directory,
-                provenance.job_number(),
-                session.comm.size,
-                session.place.nodes,
-                recipe.parallel.strategy,
-                resumed,
-                owner=provenance.job_owner(),
-            )
+            strategy = recipe.parallel.strategy
+            run = run_info(directory, session.comm.size, session.place.nodes, strategy, resumed)
             self._events = StepEvents(
                 run,
                 recipe.telemetry,

@@ -131,12 +131,9 @@ class RunMetrics:
 
     def note_clocks(self) -> None:
         """Measure the clock offsets between hosts, and write the offsets to the metrics file. Collective."""
-        readings = self.clocks.measure()
+        append = side_tables.note_clocks(self.clocks)
         if self._writer is not None:
-            hosts, wall_ns = self.clocks.hosts, time.time_ns() - time.monotonic_ns()
-            self._writer.include(
-                lambda file, session: side_tables.append_clocks(file, session, hosts, readings, wall_ns)
-            )
+            self._writer.include(append)
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
         """Append rows to ``table`` of the metrics file. ``**columns``: {column name: values}. Only rank 0 writes."""

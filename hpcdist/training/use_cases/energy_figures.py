@@ -59,8 +59,9 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
     phases = usage["joules"]["phases"] if usage else {}
     since = usage["since_step"] if usage else 0
     activities = (usage or {}).get("activities") or {}
-    no_activities = phase_shares.TOO_SHORT if recipe is not None and recipe.telemetry.trace else phase_shares.NO_SPANS
-    config = EnergyConfig() if recipe is None else recipe.energy
+    has_spans = any((run_dir / "recorder").glob("rank-*.spans"))
+    no_activities = phase_shares.TOO_SHORT if has_spans else phase_shares.NO_SPANS
+    config = energy_config(run_dir)
     if options.pue is not None:
         config = replace(config, pue=options.pue)
     if options.currency and options.price is None:
@@ -100,6 +101,12 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
     if options.slurm:
         result["slurm"] = _slurm(run_dir, total_j)
     return result
+
+
+def energy_config(run_dir: Path) -> EnergyConfig:
+    """Return section [energy] of the run in ``run_dir``: of its recipe, else of the configuration of this process."""
+    recipe = _recipe(run_dir)
+    return recipes.load().recipe.energy if recipe is None else recipe.energy
 
 
 def _recipe(run_dir: Path) -> Recipe | None:
@@ -149,9 +156,10 @@ def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
 
 def _starts(begun: Sequence[StartHistory], metrics: step_metrics.MetricsData) -> list[dict[str, Any]]:
     rows = []
+    counts = step_metrics.steps_of_rows(metrics.steps, metrics.attributes)
     for start in begun:
         # A repeated step counts for its last start only.
-        steps = int(np.sum(metrics.steps["session"] == start.session))
+        steps = int(counts[metrics.steps["session"] == start.session].sum())
         row = {"start": start.session, "steps": steps, "seconds": start.seconds, "joules": json_number(start.joules)}
         row["average_w"] = json_number(start.joules / start.seconds) if start.seconds > 0 else None
         rows.append(row | {"j_per_step": energy_metrics.joules_per_item(start.joules, steps)})
@@ -167,7 +175,9 @@ def _rates(
     samples = math.nan
     if recipe is not None:
         samples = recipe.run.batches.samples_before(last) - recipe.run.batches.samples_before(since)
-    tokens = float(metrics.steps["tokens"][steps > since].sum())
+    tokens = step_metrics.items_per_step(metrics.steps, metrics.attributes, since) * (last - since)
+    if metrics.attributes.get("speed_unit") == "samples":
+        samples, tokens = tokens, math.nan
     return energy_metrics.rates(math.nan if training is None else training, last - since, samples, tokens)
 
 

@@ -13,7 +13,9 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 import hpcdist.torch
+from hpcdist.comm.record.spans import SpanSink
 from hpcdist.errors import BufferHandoverError, DeadlineError, UsageError
+from hpcdist.torch import activity
 from hpcdist.torch import work as handles
 
 SUM, AVG, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT
@@ -690,3 +692,56 @@ def test_rank_join_by_number_of_active_ranks_averages_over_them(comm):
         for _ in range(1 + comm.rank):
             model(torch.ones(2, 4)).sum().backward()
     assert model.module.weight.grad.tolist() == [[2.0 * (1 + comm.rank)] * 4]
+
+
+class ListedSpans(SpanSink):
+    def __init__(self):
+        self.rows = []
+
+    def add(self, phase, name, step, begin_ns, end_ns, microbatch=-1, unit=-1):
+        self.rows.append((phase, name, step, begin_ns, end_ns))
+
+
+def test_rank_activities_are_disjoint_and_cover_the_time(comm, monkeypatch):
+    clock = [0]
+    monkeypatch.setattr(activity, "now_ns", lambda: clock[0])
+    spans = ListedSpans()
+    activities = activity.Activities(spans)
+
+    def after(ns, call, *arguments):
+        clock[0] += ns
+        return call(*arguments)
+
+    assert after(5, activities.enter, "data")
+    assert not after(1, activities.enter, "update"), "the outer phase counts"
+    after(1, activities.begin_wait, "all_reduce")
+    after(2, activities.begin_wait, "message")  # of another thread
+    after(3, activities.end_wait, "all_reduce")
+    after(4, activities.end_wait, "message")
+    after(1, activities.leave)
+    after(7, activities.end_step, 1)
+    # DDP waits for both futures, at the end of the backward pass.
+    values = torch.ones(2, requires_grad=True)
+    product = values * values
+    product.register_hook(lambda gradient: after(10, activities.await_future, 1))
+    values.register_hook(lambda gradient: after(20, activities.await_future, 2))
+    product.sum().backward()
+    after(3, activities.end_future, 1)
+    after(4, activities.end_future, 2)
+    after(5, activities.end_step, 2)
+    assert spans.rows == [
+        ("compute", "compute", 1, 0, 5),
+        ("data", "data", 1, 5, 7),
+        ("communication", "wait all_reduce", 1, 7, 9),
+        ("communication", "wait all_reduce", 1, 9, 12),
+        ("communication", "wait message", 1, 12, 16),
+        ("data", "data", 1, 16, 17),
+        ("compute", "compute", 1, 17, 24),
+        ("step", "step", 1, 0, 24),
+        ("compute", "compute", 2, 24, 54),
+        ("communication", "wait gradients", 2, 54, 61),
+        ("compute", "compute", 2, 61, 66),
+        ("step", "step", 2, 24, 66),
+    ]
+    assert activities.take_seconds() == pytest.approx({"compute": 47e-9, "data": 3e-9, "communication": 16e-9})
+    assert activities.take_seconds() == {}

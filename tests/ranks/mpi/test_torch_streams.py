@@ -311,7 +311,7 @@ def test_rank_ddp_hook_reduces_on_the_stream_of_the_group(comm, group, side, rng
     inputs = draw_for_all_ranks(rng, comm, 6)
     gradient = write_later(inputs[comm.rank])
     state = hooks._State(group, "powersgd", CompressionConfig(warmup_steps=1), seed=1)
-    bucket = SimpleNamespace(buffer=lambda: gradient, parameters=lambda: [torch.ones(6)])
+    bucket = SimpleNamespace(buffer=lambda: gradient, parameters=lambda: [torch.ones(6)], index=lambda: 0)
     assert torch.allclose(read(hooks._hook(state, bucket).wait()), sum(inputs) / comm.size)
 
 
