@@ -148,6 +148,11 @@ def finish_saves(comm: Communicator | None = None) -> None:
         _busy.pop().finish()
 
 
+def is_saving(comm: Communicator) -> bool:
+    """Return True if a background save over ``comm`` is in progress. Local."""
+    return bool(_busy) and _busy[-1].comm is comm
+
+
 def background_flags() -> np.ndarray:
     """Return two flags, 0.0 or 1.0: this rank's background save is still writing; it has failed. Local."""
     return _busy[-1].numbers() if _busy else np.zeros(2)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hpcdist import collectives
 from hpcdist.arrays.gpu import device as gpu
+from hpcdist.checkpoint.state import finish_saves, is_saving
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.start import refuse_worker
@@ -66,6 +67,17 @@ class Group(_ProcessGroup):
         self._batch: list[Work] | None = None  # of an active coalescing manager
         self._streams: Streams | None = None  # of this group's GPU, set by its first GPU tensor
         self._ended = False
+        self._duplicate: Communicator | None = None
+
+    def communicator(self) -> Communicator:
+        """Return a communicator of the same ranks for other functions of hpcdist. The first call is collective."""
+        # A separate context: operations of this group may be in flight in its thread.
+        if self._duplicate is None:
+            duplicates: list[Communicator] = []
+            run = lambda: duplicates.append(self.comm.dup("outside"))  # noqa: E731
+            self._queue.run(CollectiveWork(self._queue, run, [])).wait()
+            self._duplicate = duplicates[0]
+        return self._duplicate
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
         """Queue the function ``run``, whose collective writes the tensors ``result``. Return a `Work` handle."""
@@ -310,8 +322,9 @@ class Group(_ProcessGroup):
         device_types: Any = None,
     ) -> "Group | None":
         """Return a new group of the ranks ``new_ranks`` of this group, or None on other ranks. Collective."""
+        # Ranks of several disjoint groups make this call together.
         is_member = self.comm.rank in new_ranks
-        child = self.comm.split(*((0, list(new_ranks).index(self.comm.rank)) if is_member else (None, 0)))
+        child = self.comm.split(*((new_ranks[0], list(new_ranks).index(self.comm.rank)) if is_member else (None, 0)))
         if child is None:
             return None
         group = Group(child, opts if isinstance(opts, Options) else self.options, limit=self._limit)
@@ -333,6 +346,11 @@ class Group(_ProcessGroup):
         self.comm.events.end(token)
         attribute(None)
         collectives.release(self.comm)
+        if self._duplicate is not None:
+            if is_saving(self._duplicate):
+                finish_saves(self._duplicate)
+            collectives.release(self._duplicate)
+            self._duplicate.free()
         self._mailbox.comm.free()
         self.comm.free()
 
