@@ -193,8 +193,7 @@ def render(report: HangReport) -> str:
     )
     lines += ["", *aligned([("rank", "state", "operation"), *map(_rank_row, shown)], left=(1, 2))]
     if report.job_ranks:
-        job_ranks = ", ".join(map(str, report.job_ranks[:MAX_RANKS])) + " ..." * (len(report.job_ranks) > MAX_RANKS)
-        lines.append(f"ranks 0 to {report.world - 1} of this run are the ranks {job_ranks} of the job")
+        lines.append(f"this run is on {_listed(report.job_ranks)} of the job, in this order")
     if len(shown) < len(report.ranks):
         lines.append(f"and {len(report.ranks) - len(shown)} more ranks; --json lists them")
     return "\n".join(lines)

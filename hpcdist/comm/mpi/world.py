@@ -132,7 +132,7 @@ _keyvals: Final[list[int]] = []  # key of the attribute that stores our communic
 
 
 def init(device: str = "cpu") -> World:
-    """Start MPI and return the world of all ranks. Later calls return the same world. Collective.
+    """Start MPI and return the world of all ranks of the job. Later calls return the same world. Collective.
 
     ``device``: "gpu" gives each rank the GPU with its local rank. An uncaught exception on any rank ends the job.
     """
@@ -247,7 +247,8 @@ def check_mpi4py(comm: Any) -> None:
     """Raise UsageError unless ``comm`` is an intracommunicator of mpi4py that this rank is a member of. Local."""
     if not hasattr(comm, "Get_attr"):
         raise UsageError(
-            f"comm is a {type(comm).__name__}; pass the result of hpcdist.init(), or an intracommunicator of mpi4py"
+            f"comm is a {type(comm).__name__}; pass the result of hpcdist.init(), an intracommunicator of mpi4py, or a "
+            "process group of the backend hpcdist that this rank is a member of"
         )
     if not comm:
         raise UsageError("comm is COMM_NULL: this rank is not a member of comm; make the call only on its members")

@@ -286,7 +286,7 @@ def test_run_on_a_part_of_the_job_names_ranks_of_the_job(tmp_path):
     assert load(tmp_path)[0].groups == {"world": (3, 5), "world/pair": (5, 3)}
     result = CliRunner().invoke(command, [str(tmp_path), "--patience", "0"])
     assert "ABSENT: rank 1 (rank 5 of the job) did not reach" in result.output, result.output
-    assert "ranks 0 to 1 of this run are the ranks 3, 5 of the job" in result.output
+    assert "this run is on ranks 3, 5 of the job, in this order" in result.output
 
 
 def test_overwritten_events_accuse_no_rank():
