@@ -133,15 +133,18 @@ def _restore() -> None:
 os.register_at_fork(after_in_child=_restore)
 
 
-def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None] | None, is_first: bool = True) -> None:
+def set_agreement(
+    all_agree: Callable[..., bool], withdraw: Callable[[], None] | None, is_first: bool | None = None
+) -> None:
     """Let failing ranks compare their errors by ``all_agree(text)``. If all are equal, ``withdraw()`` leaves MPI.
 
     ``withdraw`` is None if other ranks of the job do not compare: then the error aborts MPI. ``is_first``: True on the
-    rank that prints an error of all ranks.
+    rank that prints an error of all ranks; None means rank 0.
     """
     assert _installed is not None, "install comes first"
     # `all_agree` is collective. If all ranks agree, only the first rank prints the error.
-    _installed.all_agree, _installed.withdraw, _installed.is_first = all_agree, withdraw, is_first
+    _installed.all_agree, _installed.withdraw = all_agree, withdraw
+    _installed.is_first = _installed.rank == 0 if is_first is None else is_first
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:

@@ -206,7 +206,7 @@ class TrainingJob:
         self.lock.release()
         return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]
 
-    def _how_to_go_on(self, done: int, trainer: Trainer, is_part: bool) -> str:
+    def _how_to_go_on(self, done: int, trainer: Trainer, is_part: bool = False) -> str:
         stopped = f"stopped at {done} of {trainer.recipe.run.steps} steps, saved; go on with"
         typed = os.environ.get(exit_file.COMMAND)
         if self.script_model is not None and typed and not is_part:
