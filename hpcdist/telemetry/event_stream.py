@@ -86,6 +86,7 @@ class RunInfo:
     resumed_step: int | None = None
     started_ns: int = field(default_factory=time.time_ns)
     owner: Mapping[str, str] = field(default_factory=dict)
+    is_part: bool = False  # other ranks of the job may make other runs
 
 
 class StreamSink(Protocol):

@@ -196,11 +196,13 @@ def end_records(call: Callable[[], Value], comm: AnyComm = None) -> Value:
 
 
 def mpi4py_of(comm: AnyComm) -> Any:
-    """Return the mpi4py communicator of ``comm``, a value as for `communicator_of`. Local.
+    """Return the mpi4py communicator of ``comm``, a value as for `communicator_of`. The first call is collective.
 
     None stands for all ranks. Raises UsageError for other values.
     """
-    ours = getattr(comm, "comm", comm)  # of a `World` or of a process group
+    ours: Any = comm.comm if isinstance(comm, World) else comm
+    if hasattr(ours, "communicator"):  # a process group
+        ours = ours.communicator()
     if isinstance(ours, MpiCommunicator):
         return ours.mpi4py
     if ours is None or (hasattr(ours, "allgather_object") and launch_environment() is None):

@@ -93,6 +93,7 @@ class EventPublisher:
                 recipe.parallel.strategy,
                 resumed,
                 owner=provenance.job_owner(),
+                is_part=session.is_part,
             )
             self._events = StepEvents(
                 run,
