@@ -5,9 +5,9 @@
 
 Both backends are groups of the same processes, on float32 tensors in host memory, with one thread per rank. A size is
 the buffer of an allreduce, the output of an all-gather, or the input of a reduce-scatter or all-to-all. Steps train the
-GPT of `wrapped.torch` on the same batches; the losses must agree to 1e-6 in every round. Further steps send nothing:
-their backend copies only this rank's data, and no backend can be faster. `--where cuda` uses GPU tensors (exit code 69 without a GPU); `--base nccl` replaces
-gloo. Needs the extra `torch`.
+GPT of `wrapped.torch` on the same batches; the losses must agree to 1e-6 in every round. The steps called "unsent" send
+nothing: their backend copies only this rank's data, so no backend can be faster. `--where cuda` uses GPU tensors (exit
+code 69 without a GPU); `--base nccl` replaces gloo. Needs the extra `torch`.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def register_unsent() -> None:
 
     class Unsent(hpcdist.torch.Group):
         def allreduce(self, tensors: Any, *_: Any) -> Any:
-            return self.submit(lambda: None, tensors)
+            return self.submit(lambda: None, tensors, UNSENT)
 
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Any:
             def run() -> None:
@@ -89,14 +89,14 @@ def register_unsent() -> None:
                         if row.data_ptr() != tensor.data_ptr():
                             row.copy_(tensor.view(-1))
 
-            return self.submit(run, outputs)
+            return self.submit(run, outputs, UNSENT)
 
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Any:
             def run() -> None:
                 for output, tensor in zip(outputs, inputs, strict=True):
                     output.view(-1).copy_(tensor.view(self.size(), -1)[self.rank()])
 
-            return self.submit(run, outputs)
+            return self.submit(run, outputs, UNSENT)
 
         _allgather_base = all_gather_single = lambda self, output, tensor, *_: self.all_gather_single_coalesced(
             [output], [tensor]

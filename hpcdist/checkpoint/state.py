@@ -136,16 +136,21 @@ _SAVERS: Final = PerCommunicator[Path, BackgroundCheckpoints]()
 _busy: Final[list[BackgroundCheckpoints]] = []  # with a checkpoint in progress, equal on all ranks
 
 
-def finish_saves(comm: Communicator | None = None) -> None:
+def finish_saves(comm: AnyComm = None) -> None:
     """Wait until the checkpoint that a background `save` began is complete. Collective over the ranks of the save.
 
     Without such a checkpoint, it has no effect. Raises StorageError on all ranks if a rank could not write, and
     UsageError if the save is not over ``comm``.
     """
-    if _busy and comm is not None and _busy[-1].comm is not comm:
+    if _busy and comm is not None and _busy[-1].comm is not communicator_of(comm):
         raise UsageError("a background save over other ranks is in progress; call finish_saves() on its ranks first")
     while _busy:
         _busy.pop().finish()
+
+
+def is_saving(comm: Communicator) -> bool:
+    """Return True if a background save over ``comm`` is in progress. Local."""
+    return bool(_busy) and _busy[-1].comm is comm
 
 
 def background_flags() -> np.ndarray:

@@ -36,9 +36,9 @@ from hpcdist.reporting import atomic
 
 @dataclass
 class Session:
-    """State of a started job: communicator of all ranks, placement, MPI version, flight recorder and watchdog."""
+    """State of a started job or part of a job: communicator, placement, MPI version, flight recorder and watchdog."""
 
-    comm: Communicator
+    comm: Communicator  # of all ranks of the job, or of the part that `start` got
     place: placement.Placement
     library: str  # version string of the MPI library; "none" without MPI
     abort: Callable[[int], None]
@@ -48,6 +48,7 @@ class Session:
     outlives: bool = False  # the job continues when a rank dies (ULFM): see `survive`, and `hpcdist run --survive`
     _finalise: Callable[[], None] = field(default=lambda: None)
     spans: SpanSink = NULL_SPANS  # named intervals of this rank, in addition to its messages
+    is_part: bool = False  # other ranks of the job are not in `comm`
 
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:  # spans: also named intervals
         """Start to record operations in ``directory``, with a deadline of ``deadline_s`` s each. Collective."""
@@ -74,8 +75,8 @@ class Session:
         if self.recorder is not None and self.spans is NULL_SPANS:
             self.spans = Spans(self.recorder.path.with_suffix(".spans"), self.comm.rank, self.comm.size)
 
-    def stop_recording(self) -> None:
-        """Close the files that `record` opened, and stop checking the deadlines of operations. Local."""
+    def stop_recording(self, note: str = "end of the record") -> None:
+        """Close the files that `record` opened, and stop checking deadlines. ``note``: for `hpcdist hang`. Local."""
         # If the job survives rank failures, this rank must soon call `record` again or exit, or the job ends.
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -83,7 +84,7 @@ class Session:
             self.watchdog.stop()
             self.comm.events = NULL_SINK
             failfast.detach()
-            self.recorder.note("finished", "end of the record")
+            self.recorder.note("finished", note)
             self.recorder.close()
         if isinstance(self.spans, Spans):
             self.spans.close()
@@ -102,14 +103,17 @@ class Session:
     def speak_as_one(self) -> None:
         """Arrange that only rank 0 prints an uncaught error if all ranks raise the same error. Local."""
         if self.comm.size > 1:
-            failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
+            # On a part of the job, MPI_Finalize would wait for the other ranks: an error ends them, too.
+            withdraw = None if self.is_part else self.withdraw
+            failfast.set_agreement(functools.partial(all_agree, self.comm), withdraw, self.comm.rank == 0)
         if self.outlives:
             # An uncaught error due to a rank failure does not end a job that survives rank failures.
             failfast.set_survivable(is_rank_failure)
 
     def leave(self, code: int) -> NoReturn:
         """Finalise MPI and end all ranks with exit code ``code``, which must be equal on all ranks. Collective."""
-        # Every rank waits for all other ranks. If the job survives rank failures, MPI is not finalised.
+        # Every rank waits for all other ranks, in MPI_Finalize also for ranks outside of `comm`. If the job survives
+        # rank failures, MPI is not finalised.
         if self.outlives:
             self.comm.agree(True)
         else:
@@ -142,12 +146,17 @@ JOINING_S: Final = 120  # limit for a spawned process to join; afterwards its pa
 
 
 def start(
-    device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False, check_local_ranks: bool = True
+    device: str = "cpu",
+    ranks_per_node: int | None = None,
+    checked: bool = False,
+    check_local_ranks: bool = True,
+    part: Any = None,
 ) -> Session:
     """Start MPI if a launcher announced a world, else create a world of one rank. Return the session. Collective.
 
     ``ranks_per_node``: ranks per simulated node, or None for the real nodes. ``checked``: compare the collective calls
-    of all ranks. ``check_local_ranks``: compare the launcher's local ranks with MPI's nodes.
+    of all ranks. ``check_local_ranks``: compare the launcher's local ranks with MPI's nodes. ``part``: communicator of
+    mpi4py, over which the call and the session are collective; None for all ranks.
     """
     refuse_worker()
     standard_streams.protect()
@@ -174,7 +183,8 @@ def start(
     exit_file.announce_segments()
     library_version = library(mpi)
     check_world(launch, world.Get_size(), library_version)
-    world_copy = world.Dup()  # a separate context, so that messages never match messages of user code on COMM_WORLD
+    everyone = world if part is None else part
+    world_copy = everyone.Dup()  # a separate context, so that messages never match messages of user code on COMM_WORLD
     world_copy.Set_name("world")
     handover = Handover(device_pointers=False)  # until all ranks have agreed by messages
     node = None if ranks_per_node is None else world_copy.Get_rank() // ranks_per_node
@@ -184,8 +194,12 @@ def start(
     if device == "gpu":
         pointers = cuda_aware.agree(comm, pointers)
         handover.pointers = pointers.operations
-    place = placement.locate(comm, launch if check_local_ranks else None)
+    is_part = comm.size < launch.size
+    place = placement.locate(comm, launch if check_local_ranks and not is_part else None)
+    if is_part and launch.local_rank is not None:
+        place = replace(place, local_rank=launch.local_rank)
     session = Session(comm, place, library_version, world.Abort, None, None, pointers, outlives(comm), mpi.Finalize)
+    session.is_part = is_part
     session.speak_as_one()
     return session
 

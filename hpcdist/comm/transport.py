@@ -54,6 +54,47 @@ def attribute(site: CallSite | None) -> None:
         attributed[get_ident()] = site
 
 
+members: Final[dict[str, str]] = {}  # communicator name -> its ranks, as ranks of the job: text of `rank_runs`
+LONGEST_RUNS: Final = 800  # bytes of this text, which fits into the flight recorder
+
+
+def rank_runs(ranks: Sequence[int]) -> str:
+    """Return ``ranks`` as short text that keeps the order, such as "0-3,8-12:2,7" for 0 1 2 3 8 10 12 7."""
+    runs, at = [], 0
+    while at < len(ranks):
+        step = max(1, ranks[at + 1] - ranks[at]) if at + 1 < len(ranks) else 1
+        count = 1
+        while at + count < len(ranks) and ranks[at + count] == ranks[at] + count * step:
+            count += 1
+        if step > 1 and count < 3:
+            step = count = 1
+        runs.append(
+            f"{ranks[at]}" + (f"-{ranks[at + count - 1]}" if count > 1 else "") + (f":{step}" if step > 1 else "")
+        )
+        at += count
+    return ",".join(runs)
+
+
+def note_members(name: str, runs: str) -> None:
+    """Note the ranks of communicator ``name`` for `hpcdist hang`. ``runs``: text of `rank_runs`, or "" if unknown."""
+    if 0 < len(runs) <= LONGEST_RUNS:
+        members[name] = runs
+    else:
+        members.pop(name, None)
+
+
+def parse_runs(text: str, most: int) -> tuple[int, ...]:
+    """Return the ranks of the ``text`` of `rank_runs`. Raises ValueError for invalid text, or for ranks >= ``most``."""
+    ranks: list[int] = []
+    for run in text.split(","):
+        span, _, step = run.partition(":")
+        first, _, last = span.partition("-")
+        if int(last or first) >= most or len(ranks) >= most:
+            raise ValueError(f"the ranks {text[:50]} are not below {most}")
+        ranks += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(ranks)
+
+
 class EventSink:
     """Observer that a communicator calls at the start and end of each operation. This base class does nothing."""
 

@@ -188,7 +188,7 @@ class EnergyMonitor:
         # `bus_id` is the PCI address of this rank's GPU; None: CPU. A `window` calls `synchronise`, which waits for
         # this GPU, at its begin and end. Ranks with equal `host` (None: the boot id) form a node. Construction,
         # `report` and `state` raise DeadlineError if a rank is missing after `deadline_s`.
-        self._comm, self._deadline_s = comm, deadline_s
+        self.comm, self._deadline_s = comm, deadline_s
         self._wait_for_ranks("the construction of EnergyMonitor")
         host = boot_id() if host is None else host
         claim_of_rank = claim_gpus(config, bus_id, environment, this_process() if config.utilisation_s else None)
@@ -215,7 +215,7 @@ class EnergyMonitor:
 
     def _wait_for_ranks(self, call: str) -> None:
         if math.isfinite(self._deadline_s):
-            barrier_with_deadline(self._comm, call, self._deadline_s)
+            barrier_with_deadline(self.comm, call, self._deadline_s)
 
     def __enter__(self) -> "EnergyMonitor":
         self.start()
@@ -262,7 +262,7 @@ class EnergyMonitor:
         """Return the job's energy report, a dict as in `report.merge`, including earlier starts. Collective."""
         self._wait_for_ranks("EnergyMonitor.report")
         node_share = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
-        contributions = self._comm.allgather_object(node_share if self._leads else None)
+        contributions = self.comm.allgather_object(node_share if self._leads else None)
         return reports.merge(
             [contribution for contribution in contributions if contribution is not None], self._earlier
         )

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.exits import at_exit
-from hpcdist.comm.mpi.world import init
+from hpcdist.comm.mpi.world import AnyComm, communicator_of
 from hpcdist.constants import SETTINGS_PREFIX
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor import EnergyMonitor
@@ -21,29 +21,31 @@ _monitors: Final[list[EnergyMonitor]] = []  # the monitor of this process
 _entered: Final[dict[str, None]] = {}  # phases that this rank has entered
 
 
-def configure(**keys: Any) -> None:
-    """Configure and open the energy sensors, before the first `window`. Collective.
+def configure(*, comm: AnyComm = None, **keys: Any) -> None:
+    """Configure and open the energy sensors, before the first `window`. Collective over ``comm``.
 
-    The keywords are keys of ``[energy]`` in a recipe, such as ``cpu_tdp_w=280.0``. Raises UsageError,
-    ConfigurationError.
+    The keywords are keys of ``[energy]`` in a recipe, such as ``cpu_tdp_w=280.0``. ``comm``: the ranks that call
+    `window` and `usage`; None means all ranks. Raises UsageError, ConfigurationError.
     """
     if _monitors:
         raise UsageError(
             "energy.configure was called after the first energy.window, or after the init_process_group of a run with "
             "--out; call energy.configure first"
         )
-    world = init()
+    where = communicator_of(comm)
     try:
-        # Environment variables of rank 0, such as HPCDIST_SET__ENERGY__SOURCES, override the keywords.
+        # Environment variables of the first rank, such as HPCDIST_SET__ENERGY__SOURCES, override the keywords.
         config = EnergyConfig(
             **keys
-            | _settings(world.bcast({name: text for name, text in os.environ.items() if name.startswith(VARIABLES)}))
+            | _settings(
+                where.broadcast_object({name: text for name, text in os.environ.items() if name.startswith(VARIABLES)})
+            )
         )
     except TypeError as error:
         raise UsageError(f"energy.configure: invalid keyword ({error}); use keys of [energy] in a recipe") from None
     # The watchdog of a recorded program has the deadline that the program sets.
     deadline: dict[str, Any] = {"deadline_s": math.inf} if failfast.is_recording() else {}
-    opened = EnergyMonitor(world.comm, config, **deadline)
+    opened = EnergyMonitor(where, config, **deadline)
     opened.start()
     at_exit(opened.stop)
     _monitors.append(opened)
@@ -67,9 +69,10 @@ def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def window(phase: str) -> Iterator[None]:
-    """Attribute the energy of the ``with`` block to ``phase``. Collective for the first window, else local.
+    """Attribute the energy of the ``with`` block to ``phase``. The first window is collective, later ones are local.
 
-    Every rank should enter the same windows, because the first rank of each node measures the whole node.
+    The first window opens the sensors over all ranks, unless `configure` was called. Every rank should enter the same
+    windows, because the first rank of each node measures the whole node.
     """
     windows = monitor()
     _entered[phase] = None
@@ -85,13 +88,13 @@ def monitor() -> EnergyMonitor:
 
 
 def usage() -> dict[str, Any]:
-    """Return the energy of all `window` blocks so far, as a dict. Collective over all ranks.
+    """Return the energy of all `window` blocks so far, as a dict. Collective over the ranks of `configure`.
 
     ``energy_j``: total joules, or NaN for the given ``reason``. ``phases``: joules, seconds and number of windows of
     each phase. ``not_included``: kinds of energy not measured. ``label``: nonempty for estimated joules.
     """
     totals = monitor().report()
-    for rank, names in enumerate(init().comm.allgather_object(list(_entered))):
+    for rank, names in enumerate(monitor().comm.allgather_object(list(_entered))):
         for name in names:
             # A phase has NaN joules if no node's first rank has entered it.
             reason = f"only ranks that are not the first of a node, such as rank {rank}, have windows of {name}"

@@ -87,12 +87,20 @@ class RunInfo:
     resumed_step: int | None = None
     started_ns: int = field(default_factory=time.time_ns)
     owner: Mapping[str, str] = field(default_factory=dict)
+    is_part: bool = False  # other ranks of the job may make other runs
 
 
-def run_info(directory: Path, world: int, nodes: int, strategy: str, resumed_step: int | None) -> RunInfo:
-    """Return the identity of the run in ``directory``, with the number and owner of its job. Local."""
+def run_info(
+    directory: Path, world: int, nodes: int, strategy: str, resumed_step: int | None, is_part: bool = False
+) -> RunInfo:
+    """Return the identity of the run in ``directory``, with the number and owner of its job. Local.
+
+    ``is_part``: True if the run has only a part of the job's ranks.
+    """
     number, owner = provenance.job_number(), provenance.job_owner()
-    return RunInfo(directory.name, directory, number, world, nodes, strategy, resumed_step, owner=owner)
+    return RunInfo(
+        directory.name, directory, number, world, nodes, strategy, resumed_step, owner=owner, is_part=is_part
+    )
 
 
 class StreamSink(Protocol):

@@ -22,6 +22,7 @@ EQUAL_COUNT_COLLECTIVES: Final = (
     "all_gather",
     "broadcast",
 )  # the count is equal on all members
+WORLD: Final = "world"  # name of the communicator of all ranks of a run
 _SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
 
 
@@ -36,6 +37,7 @@ class Finding:
     ranks: tuple[int, ...]
     text: str
     event: RecordedEvent | None = None  # the operation concerned
+    group: tuple[int, ...] = ()  # ranks of the operation's communicator; () for all ranks, or if they are unknown
 
 
 def _signature(event: RecordedEvent) -> tuple[object, ...]:
@@ -127,6 +129,7 @@ class HangReport:
     world: int
     findings: tuple[Finding, ...]
     ranks: tuple[RankState, ...]
+    job_ranks: tuple[int, ...] = ()  # rank of the job by rank of the run; () for a run on all ranks of the job
 
 
 def load(directory: Path, unreadable: dict[int, str] | None = None) -> list[RankRecord]:
@@ -185,9 +188,17 @@ def analyse(
     findings += suspects.absent()
     findings += suspects.deadlock()
     findings = findings or suspects.unexplained()
+    findings = [replace(finding, group=suspects.group(finding.event)) for finding in findings]
     symptoms = [finding for finding in findings if _is_symptom(finding)]
     causes = [finding for finding in findings if finding not in symptoms]
-    return HangReport(world, (*causes, *symptoms), ranks)
+    job_ranks = _job_ranks(records)
+    return HangReport(world, (*causes, *symptoms), ranks, job_ranks if job_ranks != tuple(range(world)) else ())
+
+
+def _job_ranks(records: Sequence[RankRecord]) -> tuple[int, ...]:
+    # The communicator of all ranks of the run is "world", also on a part of the job.
+    world = max(record.world for record in records)
+    return next((record.groups[WORLD] for record in records if WORLD in record.groups), tuple(range(world)))
 
 
 # --- state of each rank ---------------------------------------------------------------------------------------------
@@ -298,6 +309,12 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
     return [Finding(kinds[text], tuple(ranks), text, event) for (text, event), ranks in findings.items()]
 
 
+def _declared_members(records: Sequence[RankRecord]) -> dict[str, list[int]]:
+    run_rank = {rank: index for index, rank in enumerate(_job_ranks(records))}
+    declared = {name: ranks for record in records for name, ranks in record.groups.items()}
+    return {name: [run_rank[rank] for rank in ranks if rank in run_rank] for name, ranks in declared.items()}
+
+
 # --- waits between ranks --------------------------------------------------------------------------------------------
 
 
@@ -308,14 +325,16 @@ class WaitGraph:
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:
         self.records = {record.rank: record for record in records}
         self.states = states
-        self._members: dict[str, set[int]] = defaultdict(set)
+        seen: dict[str, set[int]] = defaultdict(set)
         self._reached: dict[tuple[int, str], int] = {}
-        self._members["world"] = set(range(records[0].world))
         for record in records:
             for event in record.events:
-                self._members[event.comm].add(record.rank)
+                seen[event.comm].add(record.rank)
                 if event.collective:  # in ascending order: the last number remains
                     self._reached[record.rank, event.comm] = event.sequence
+        # In the order of the communicator's ranks: unknown members are ordered as in the world.
+        self._members = {name: sorted(ranks) for name, ranks in seen.items()} | _declared_members(records)
+        self._members[WORLD] = list(range(records[0].world))
         self._long: dict[int, RecordedEvent] = {}  # rank -> its outermost long operation
         self.waits: dict[int, dict[int, RecordedEvent]] = {}
         for record in records:
@@ -331,14 +350,16 @@ class WaitGraph:
         for waits in self.waits.values():
             for rank, event in waits.items():
                 earlier = self.culprits.get(rank, event)
-                if rank not in self.waits:  # a message is more specific than a collective, which waits for many
-                    self.culprits[rank] = min(earlier, event, key=lambda e: (e.collective, e.sequence))
+                if rank not in self.waits:  # the most specific: a message, or a collective of few ranks
+                    self.culprits[rank] = min(earlier, event, key=self._generality)
+
+    def _generality(self, event: RecordedEvent) -> tuple[bool, int, int]:
+        return event.collective, len(self._members[event.comm]), event.sequence
 
     def _awaited(self, record: RankRecord, event: RecordedEvent) -> Iterable[int]:
-        members = sorted(self._members[event.comm])
+        members = self._members[event.comm]
         if event.collective:
             return [rank for rank in members if rank != record.rank and self._behind(rank, event)]
-        # Members are ordered as in the world, in nodes and in grids.
         return [members[event.peer]] if 0 <= event.peer < len(members) and members[event.peer] != record.rank else []
 
     def _behind(self, rank: int, event: RecordedEvent) -> bool:
@@ -350,6 +371,11 @@ class WaitGraph:
             # Calls lost from the ring buffer count as made.
             return False
         return (reached or 0) < event.sequence
+
+    def group(self, event: RecordedEvent | None) -> tuple[int, ...]:
+        """Return the ranks of the communicator of ``event``, or () for all ranks of the run."""
+        members = sorted(self._members.get(event.comm, ())) if event is not None else []
+        return tuple(members) if len(members) < len(self._members[WORLD]) else ()
 
     def absent(self) -> list[Finding]:
         """Return a list of findings about ranks that did not reach an operation in which other ranks wait."""
@@ -409,7 +435,13 @@ class WaitGraph:
                     if self._is_explained(circle):
                         break
                     steps = [self.waits[rank][circle[(i + 1) % len(circle)]] for i, rank in enumerate(circle)]
-                    text = "; ".join(f"rank {rank} waits in {step}" for rank, step in zip(circle, steps, strict=True))
+                    groups = [
+                        f" (ranks {', '.join(map(str, self.group(step)))})" * bool(self.group(step)) for step in steps
+                    ]
+                    text = "; ".join(
+                        f"rank {rank} waits in {step}{group}"
+                        for rank, step, group in zip(circle, steps, groups, strict=True)
+                    )
                     return [Finding("deadlock", tuple(circle), f"wait for each other: {text}", steps[0])]
                 path.append(following)
         return []

@@ -1,7 +1,8 @@
 """Prometheus sink: a file for a site's node_exporter, an HTTP port of this machine, or a Pushgateway.
 
 - textfile: ``hpcdist_<jobid or run name>.prom``, removed when the run ends. A killed run leaves the file, so sites
-  should remove it in the epilog (``rm -f DIRECTORY/hpcdist_$SLURM_JOB_ID.prom``).
+  should remove it in the epilog (``rm -f DIRECTORY/hpcdist_$SLURM_JOB_ID.prom DIRECTORY/hpcdist_$SLURM_JOB_ID-*.prom``:
+  a run on a part of the job's ranks also has its name in the file name).
 - http: on 127.0.0.1 only, because there is no password. ``prometheus/targets.json`` in the run directory has the
   address in the format of ``file_sd_configs``.
 - push: one group per job, deleted after a regular end, and kept with the last values after a failure.
@@ -180,7 +181,8 @@ class _TextFile:
                 f"telemetry.textfile_directory = {config.textfile_directory!r} is not a directory on this node; give "
                 "the directory that this node's node_exporter reads (its option --collector.textfile.directory)"
             )
-        self._path = folder / f"hpcdist_{re.sub(r'[^A-Za-z0-9_.-]', '_', job_identity(run))}.prom"
+        identity = f"{run.jobid}-{run.name}" if run.jobid and run.is_part else job_identity(run)
+        self._path = folder / f"hpcdist_{re.sub(r'[^A-Za-z0-9_.-]', '_', identity)}.prom"
         self._registry = registry
         self._cure = "choose another telemetry.textfile_directory, or set telemetry.prometheus = 'off'"
         self.where = str(self._path)
@@ -235,7 +237,7 @@ class _Gateway:
     # A thread pushes the latest figures, so pushes never queue up.
     def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
         self._registry, self._address = registry, config.gateway
-        self._group = {"jobid": job_identity(run)}
+        self._group = {"jobid": job_identity(run)} | ({"run": run.name} if run.is_part else {})
         self.where = f"{self._address}, job {PUSH_JOB!r}, jobid {job_identity(run)!r}"
         self._failure = self._push()
         if self._failure:

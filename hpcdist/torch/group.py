@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import collectives
+from hpcdist.checkpoint.state import finish_saves, is_saving
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.start import refuse_worker
@@ -80,6 +81,16 @@ class Group(_ProcessGroup):
         self._streams: Streams | None = None  # of this group's GPU, set by its first GPU tensor
         self._ended = False
         self._backward, self._buckets = -1, 0  # graph task of the last backward pass, and its number of DDP buckets
+        self._duplicate: Communicator | None = None
+
+    def communicator(self) -> Communicator:
+        """Return a communicator of the same ranks for other functions of hpcdist. The first call is collective."""
+        # A separate context: operations of this group may be in flight in its thread.
+        if self._duplicate is None:
+            duplicates: list[Communicator] = []
+            self._queue.run("", NO_SIZE, lambda: duplicates.append(self.comm.dup("outside")), None)
+            self._duplicate = duplicates[0]
+        return self._duplicate
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor], name: str) -> Work:
         """Queue ``run``, whose collective ``name`` writes the tensors ``result``. Return a `Work` handle."""
@@ -345,8 +356,9 @@ class Group(_ProcessGroup):
         device_types: Any = None,
     ) -> "Group | None":
         """Return a new group of the ranks ``new_ranks`` of this group, or None on other ranks. Collective."""
+        # Ranks of several disjoint groups make this call together.
         is_member = self.comm.rank in new_ranks
-        child = self.comm.split(*((0, list(new_ranks).index(self.comm.rank)) if is_member else (None, 0)))
+        child = self.comm.split(*((new_ranks[0], list(new_ranks).index(self.comm.rank)) if is_member else (None, 0)))
         if child is None:
             return None
         group = Group(child, opts if isinstance(opts, Options) else self.options, limit=self._limit)
@@ -368,6 +380,11 @@ class Group(_ProcessGroup):
         self.comm.events.end(token)
         attribute(None)
         collectives.release(self.comm)
+        if self._duplicate is not None:
+            if is_saving(self._duplicate):
+                finish_saves(self._duplicate)
+            collectives.release(self._duplicate)
+            self._duplicate.free()
         self._mailbox.comm.free()
         self.comm.free()
 

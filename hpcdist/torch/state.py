@@ -288,6 +288,7 @@ def save(
     ``state``: dict of models, optimizers, other objects with `state_dict`, tensors and JSON values. All ranks must pass
     the same keys. Buffers, plain tensors and JSON values are saved from rank 0. ``step``: by default, the last
     saved step + 1. Raises UsageError for unsupported values, and StorageError on all ranks if a rank cannot write.
+    ``comm``: ranks that save, such as a process group of this backend; None means all ranks.
 
     ``background``: copy the state and return, while a thread writes it. The checkpoint is complete after one of the
     next calls of `should_stop` or `save`, or at the latest after `finish_saves` or `destroy_process_group`.

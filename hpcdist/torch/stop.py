@@ -22,16 +22,17 @@ _END: Final[Any] = object()
 def should_stop(margin_s: float = stop_requests.MARGIN_S, *, comm: AnyComm = None) -> int:
     """Return the result of `hpcdist.should_stop` with the same arguments, and record the wait for it. Collective.
 
-    The result is 0, 75 (requeue) or 130 (Ctrl-C), equal on all ranks. Call this once per iteration.
+    The result is 0, 75 (requeue) or 130 (Ctrl-C), equal on all ranks of ``comm``. Call this once per iteration.
     """
     with waiting("should_stop"):
         return stop_requests.should_stop(margin_s, comm=comm)
 
 
-def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield ``batches`` until a stop request, for example SIGTERM or the end of the Slurm job. Collective.
+def until_stop(batches: Iterable[Batch], *, comm: AnyComm = None) -> Iterator[Batch]:
+    """Yield ``batches`` until a stop request, such as SIGTERM or the end of the Slurm job. Collective over ``comm``.
 
-    All ranks need the same number of batches, and stop after the same batch. Call `exit_if_stopped` after the loop.
+    All ranks of ``comm`` need the same number of batches, and stop after the same batch. Call `exit_if_stopped` after
+    the loop.
     """
     remaining = iter(batches)
     while True:
@@ -40,14 +41,15 @@ def until_stop(batches: Iterable[Batch]) -> Iterator[Batch]:
         if batch is _END:
             return
         yield batch
-        if should_stop():
+        if should_stop(comm=comm):
             return
 
 
 def exit_if_stopped(save: Callable[[], object]) -> None:
-    """If a stop was requested, call ``save()`` and exit: 75 (requeue), or 130 after Ctrl-C. Collective.
+    """If a stop was requested, call ``save()`` and exit: 75 (requeue), or 130 after Ctrl-C.
 
-    ``save``: function that saves a checkpoint. The exit finalises MPI, so it needs no `destroy_process_group`.
+    Collective over all ranks of the job, which exit together. ``save``: function that saves a checkpoint. The exit
+    finalises MPI, so it needs no `destroy_process_group`.
     """
     if code := should_stop():
         save()
@@ -64,7 +66,7 @@ def leave(code: int) -> NoReturn:
 
 
 def trainer_callback() -> Any:
-    """Return a callback for ``callbacks=[...]`` of the Hugging Face Trainer, on all ranks.
+    """Return a callback for ``callbacks=[...]`` of the Hugging Face Trainer, on all ranks of the job.
 
     After a stop request, the Trainer saves a checkpoint after the current step, and the program exits with code 75 or
     130. Checkpoints count as progress of restarts. Logged values are passed to `log`. Local.

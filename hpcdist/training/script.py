@@ -32,7 +32,7 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import standard_streams
 from hpcdist.comm.launch.environment import RESUME, RUN_DIR
-from hpcdist.comm.mpi.world import end_records
+from hpcdist.comm.mpi.world import AnyComm, end_records, is_part, mpi4py_of
 from hpcdist.comm.record.spans import now_ns
 from hpcdist.comm.start import Session, fail_alike, start
 from hpcdist.errors import ConfigurationError, UsageError
@@ -59,11 +59,13 @@ class Training:
     """Training run whose script calls each step. A context manager; all ranks must make the same calls.
 
     ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. ``out``: run directory. ``resume``: "auto" (from the
-    newest checkpoint) or "never". ``time_limit_s``: seconds until the run saves and stops.
+    newest checkpoint) or "never". ``time_limit_s``: seconds until the run saves and stops. ``comm``: the ranks that
+    train, as for `hpcdist.allreduce`; None means all ranks. Other ranks are never waited for, except in MPI_Finalize.
     """
 
     # The run also stops at the end of its Slurm job. Environment variables override ``recipe``; HPCDIST_RUN_DIR and
-    # HPCDIST_RESUME override ``out`` and ``resume`` of the first Training.
+    # HPCDIST_RESUME override ``out`` and ``resume`` of the first Training. HPCDIST_RUN_DIR names the directory of one
+    # run, so it does not apply to a part of the ranks.
     def __init__(
         self,
         model: Model,
@@ -72,31 +74,41 @@ class Training:
         out: str | os.PathLike[str] | None = None,
         resume: str = "never",
         time_limit_s: float | None = None,
+        comm: AnyComm = None,
     ) -> None:
         standard_streams.tolerate()
         fail_alike()
-        out, resume = _where(out, resume, os.environ)
+        part = mpi4py_of(comm)
+        self._is_part = is_part(part)
+        if self._is_part and out is None:
+            raise UsageError("Training on a part of the ranks needs out; set out to a directory of its own")
+        out, resume = _where(out, resume, {RESUME: os.environ.get(RESUME, "")} if self._is_part else os.environ)
         self.recipe = _recipe_of(recipe, model)
         self._model = model
         lock = RunLock()
-        self._stop_requests = StopRequests.listening(time_limit_s, lock.release, failfast.note_end)
+        # If a rank of a part exits at once, the launcher ends the other ranks, which may have something to save.
+        callbacks = () if self._is_part else (lock.release, failfast.note_end)
+        self._stop_requests = StopRequests.listening(time_limit_s, *callbacks)
         try:
-            self._begin(model, out, resume, lock)
+            self._begin(model, out, resume, lock, comm)
         except BaseException:
             self._stop_requests.ignore()
             raise
-        for name in (RUN_DIR, RESUME):  # the launcher's variables apply to the first Training of the script only
+        for name in () if self._is_part else (RUN_DIR, RESUME):  # they apply to the first Training of the script only
             os.environ.pop(name, None)
 
-    def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
+    def _begin(
+        self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock, comm: AnyComm
+    ) -> None:
         communication = self.recipe.communication
         path = None if out is None else Path(out)
 
         def begin() -> tuple[Session, run_directory.RunDirectory]:
-            session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
+            node = communication.ranks_per_node or None
+            session = start(self.recipe.run.device, node, communication.checked, part=mpi4py_of(comm))
             return session, run_directory.prepare_run_directory(session.comm, self.recipe, path, resume, lock)
 
-        self._session, run = end_records(begin)  # the flight recorder of this training uses the same directory
+        self._session, run = end_records(begin, comm)  # the flight recorder of this training uses the same directory
         self._share_untrained(model)
         self._job = TrainingJob(self.recipe, run, self._stop_requests, lock, as_json=False, script_model=model)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
@@ -133,12 +145,12 @@ class Training:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the world. Local."""
+        """Rank of this process among the ranks that train. Local."""
         return self._session.comm.rank
 
     @property
     def world(self) -> int:
-        """Number of ranks in the world. Local."""
+        """Number of ranks that train. Local."""
         return self._session.comm.size
 
     @property
@@ -251,7 +263,8 @@ class Training:
         self._loop.metrics.flush()
         self._job.finish(self._loop, outcome, float("nan"))
         self._session.stop_recording()
-        self._stop_requests.ignore()
+        if not self._is_part:  # otherwise other ranks may still have to save: a signal must not end this process
+            self._stop_requests.ignore()
         self._session.comm.barrier()  # all files are complete before any rank reads them
 
     def parameters(self) -> dict[str, np.ndarray]:

@@ -72,7 +72,8 @@ clean() {
     return
   fi
   # This folder of the site may be accessible to a group only, not to the user.
-  find -H "$text_files" -maxdepth 1 -name "hpcdist_$job.prom" -type f -uid "$uid" -delete
+  find -H "$text_files" -maxdepth 1 \( -name "hpcdist_$job.prom" -o -name "hpcdist_$job-*.prom" \) -type f -uid "$uid" \
+    -delete
   # List the existing segments first, then the used ones, so that segments created meanwhile are not removed.
   for path in "$shared_memory"/*; do
     [[ ${path##*/} =~ ^($segments)$ ]] && unused+=("$path")

@@ -133,6 +133,60 @@ def test_skipped_collective_is_named_and_ends_at_its_deadline(tmp_path):
     assert re.search(r"allreduce.*program\.py:8", hang) and re.search(r"barrier.*program\.py:5", hang), hang
 
 
+GROUPS = """
+import sys, time
+from mpi4py import MPI
+import hpcdist
+
+world, case = hpcdist.init(), sys.argv[1]
+everyone = MPI.COMM_WORLD
+
+
+def group(*ranks):
+    return everyone.Split(0 if world.rank in ranks else MPI.UNDEFINED)
+
+
+first, second = group(0, 1), group(0, 2) if case == "crossed" else group(2, 3)
+for comm in (first, second):
+    if case != "unused" and comm:
+        hpcdist.allreduce(1.0, comm=comm)
+if world.rank == world.size - 1 and case != "elsewhere":
+    time.sleep(600)
+if case == "crossed":
+    hpcdist.allreduce(2.0, comm=first if world.rank == 1 else second)
+elif world.rank != 3:
+    hpcdist.allreduce(3.0, comm=first or second)
+world.barrier()
+"""
+ABSENT = r"ABSENT: rank {} did not reach .*\n    at: {}, .*program\.py:\d+ .*\n    mpi4py\[{}\] has ranks {}\n"
+GROUP_HANGS = {
+    "used": (4, ABSENT.format(3, "all_gather #3 on mpi4py\\[2-3\\]", "2-3", "2, 3")),
+    "unused": (4, ABSENT.format(3, "dup #1 on mpi4py\\[2-3\\]", "2-3", "2, 3")),
+    # Rank 1 waits for rank 0, which waits in another group for rank 2.
+    "crossed": (3, ABSENT.format(2, "all_gather #3 on mpi4py\\[0,2\\]", "0,2", "0, 2")),
+    # Rank 3 leaves the operation of its group out, and waits for all ranks.
+    "elsewhere": (
+        4,
+        r"DEADLOCK: ranks 2, 3 .*: rank 2 waits in all_gather #3 .*\(ranks 2, 3\); rank 3 waits in barrier",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUP_HANGS)
+@pytest.mark.full_except("crossed")
+@pytest.mark.usefixtures("mpi")
+def test_missing_member_of_a_group_is_named(case, tmp_path):
+    ranks, expected = GROUP_HANGS[case]
+    (tmp_path / "program.py").write_text(GROUPS)
+    environment = os.environ | {"HPCDIST_DEADLINE_S": "3"}
+    line = ["run", "-n", str(ranks), "--out", "run", "--", "python", "program.py", case]
+    done = jobs.hpcdist(*line, cwd=tmp_path, env=environment)
+    assert done.returncode != 0 and "waited past its deadline" in done.stdout + done.stderr
+    hang = jobs.hpcdist("hang", tmp_path / "run").stdout
+    assert re.match(expected, hang), hang
+    assert "also:" not in hang, hang
+
+
 @pytest.mark.usefixtures("mpi")
 def test_error_for_different_buffer_sizes_names_the_check(tmp_path):
     program = "import numpy as np, hpcdist\nw = hpcdist.init()\nhpcdist.allreduce(np.ones(1000 + w.rank), comm=w)\n"

@@ -209,6 +209,27 @@ def test_skipped_operation_is_named(program, tmp_path):
 
 
 @pytest.mark.full
+def test_missing_member_of_a_new_group_is_named(program, tmp_path):
+    """Rank 1 waits for rank 0, which waits in another group for rank 2."""
+    done = program(
+        3,
+        """
+        dist.init_process_group("hpcdist")
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
+        if dist.get_rank() == 2:
+            time.sleep(60)
+        dist.all_reduce(torch.ones(3), group=second if dist.get_rank() == 0 else first)
+        """,
+        HPCDIST_DEADLINE_S="3",
+        HPCDIST_RUN_DIR=str(tmp_path / "run"),
+    )
+    assert done.code != 0
+    hang = jobs.hpcdist("hang", tmp_path / "run").stdout
+    place = r"at: all_reduce #3 on world/torch2, 3 x float32, at \S+program\.py:8 .*\n    world/torch2 has ranks 0, 2\n"
+    assert re.match(rf"ABSENT: rank 2 did not reach .*\n    {place}", hang), hang
+
+
+@pytest.mark.full
 def test_end_of_a_group_is_named_if_a_rank_skipped_an_operation(program, tmp_path):
     done = program(
         2,

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -191,22 +192,35 @@ def render(report: HangReport) -> str:
     """Return ``report``, the comparison of all ranks' flight recorders, as text: findings, then one line per rank."""
     lines = [] if report.findings else ["no problem found: no rank waits for another"]
     for number, finding in enumerate(report.findings):
-        lines.append(("" if number == 0 else "also: ") + _sentence(finding))
+        lines.append(("" if number == 0 else "also: ") + _sentence(finding, report.job_ranks))
     # Ranks with findings are listed first if the table cannot hold all ranks.
     named = {rank for finding in report.findings for rank in finding.ranks}
     shown = sorted(
         sorted(report.ranks, key=lambda rank: rank.rank not in named)[:MAX_RANKS], key=lambda rank: rank.rank
     )
     lines += ["", *aligned([("rank", "state", "operation"), *map(_rank_row, shown)], left=(1, 2))]
+    if report.job_ranks:
+        lines.append(f"this run is on {_listed(report.job_ranks)} of the job, in this order")
     if len(shown) < len(report.ranks):
         lines.append(f"and {len(report.ranks) - len(shown)} more ranks; --json lists them")
     return "\n".join(lines)
 
 
-def _sentence(finding: Finding) -> str:
-    ranks = f"{'rank' if len(finding.ranks) == 1 else 'ranks'} {', '.join(map(str, finding.ranks))}"
-    at = f"\n    at: {finding.event}" if finding.event is not None else ""
-    return f"{finding.kind.upper()}: {ranks} {finding.text}{at}"
+def _sentence(finding: Finding, job_ranks: Sequence[int]) -> str:
+    ranks = _listed(finding.ranks)
+    if job_ranks:
+        ranks += f" ({_listed([job_ranks[rank] for rank in finding.ranks if rank < len(job_ranks)])} of the job)"
+    lines = [f"{finding.kind.upper()}: {ranks} {finding.text}"]
+    if finding.event is not None:
+        lines.append(f"    at: {finding.event}")
+        if finding.group:
+            lines.append(f"    {finding.event.comm} has {_listed(finding.group)}")
+    return "\n".join(lines)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MAX_RANKS])) + " ..." * (len(ranks) > MAX_RANKS)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
 def _rank_row(rank: RankState) -> tuple[str, str, str]:

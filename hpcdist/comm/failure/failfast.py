@@ -56,6 +56,7 @@ class _Installed:
     end_label: Callable[[], None]  # of `_label_stacks`
     all_agree: Callable[..., bool] | None = None
     withdraw: Callable[[], None] | None = None
+    is_first: bool = True  # of the ranks that agree
     is_survivable: Callable[[BaseException], bool] | None = None
     limit: threading.Timer | None = None
     recorder: "Recorder | None" = None
@@ -87,6 +88,11 @@ def set_rank(rank: int) -> None:
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
     _installed.end_label = _label_stacks(rank)
+
+
+def reported_rank(default: int) -> int:
+    """Return this process's rank in failure reports, or ``default`` before `install`. Local."""
+    return default if _installed is None else _installed.rank
 
 
 def is_installed() -> bool:
@@ -127,11 +133,18 @@ def _restore() -> None:
 os.register_at_fork(after_in_child=_restore)
 
 
-def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Let failing ranks compare their errors by ``all_agree(text)``. If all are equal, ``withdraw()`` leaves MPI."""
+def set_agreement(
+    all_agree: Callable[..., bool], withdraw: Callable[[], None] | None, is_first: bool | None = None
+) -> None:
+    """Let failing ranks compare their errors by ``all_agree(text)``. If all are equal, ``withdraw()`` leaves MPI.
+
+    ``withdraw`` is None if other ranks of the job do not compare: then the error aborts MPI. ``is_first``: True on the
+    rank that prints an error of all ranks; None means rank 0.
+    """
     assert _installed is not None, "install comes first"
-    # `all_agree` is collective. If all ranks agree, only rank 0 prints the error.
+    # `all_agree` is collective. If all ranks agree, only the first rank prints the error.
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
+    _installed.is_first = _installed.rank == 0 if is_first is None else is_first
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
@@ -204,7 +217,7 @@ def guarded(main: Callable[[], int | None]) -> int:
 
 
 def _fail_together(state: _Installed, error: BaseException) -> None:
-    if state.all_agree is None or state.withdraw is None or not isinstance(error, Exception) or _is_symptom(error):
+    if state.all_agree is None or not isinstance(error, Exception) or _is_symptom(error):
         return
     text, code = "".join(error_lines(error)), exit_code(error)
     # An agreement with a time limit, because a failed rank cannot know whether the others will ask as well. The timer
@@ -215,10 +228,14 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
             return
     except Exception:  # noqa: BLE001 - messages fail as well: this rank reports alone
         return
+    if state.withdraw is None:
+        if not state.is_first:
+            time.sleep(GIVE_WAY_S)  # meanwhile the first rank reports the error and aborts the job
+        return
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, None))
     # All ranks raised an equal error: rank 0 prints the error, and every rank ends here.
-    if state.rank == 0:
+    if state.is_first:
         publish(0, f"every rank failed alike: exit code {code}", text, alone=True)
     state.withdraw()
     _release_frames(error)

@@ -108,7 +108,8 @@ class Watchdog:
         return age_s > shortest_s * self._factor and age_s > self._deadline_s(token)
 
     def _expire(self, start: int, token: int) -> None:
-        rank, limit_s = self.recorder.rank, self._deadline_s(token)
+        # The record has the rank in its run, reports have the rank of the job.
+        rank, limit_s = failfast.reported_rank(self.recorder.rank), self._deadline_s(token)
         what = self.recorder.describe(token)
         text = f"{what}: has taken {(time.monotonic_ns() - start) / NS_PER_S:.1f} s, the deadline is {limit_s:g} s"
         self.recorder.note("deadline", text)

@@ -37,6 +37,19 @@ def _extreme(mpi: Any, op: str, code: str) -> Any:
     return mpi.Op.Create(reduce, commute=True)
 
 
+def job_ranks(mpi: Any, comm: Any, ranks: Sequence[int] | None = None) -> str:
+    """Return the job's ranks of ``ranks`` of ``comm``, by default all, as text of `rank_runs`, or "" if unknown. Local.
+
+    ``mpi``, ``comm``: module and communicator of mpi4py.
+    """
+    local, job = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    translated = local.Translate_ranks(list(range(local.size) if ranks is None else ranks), job)
+    local.Free()
+    job.Free()
+    # Processes that were spawned later have another MPI_COMM_WORLD.
+    return "" if mpi.UNDEFINED in translated else transport.rank_runs(translated)
+
+
 class _MpiRequest:
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -81,6 +94,7 @@ class MpiCommunicator(Communicator):
         super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, declared_node)
         self._mpi, self._comm = mpi, comm
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
+        transport.note_members(name, job_ranks(mpi, comm))
 
     def _send(self, message: Array, peer: int, tag: int) -> None:
         self._comm.Send(self._spec(message), peer, tag)
@@ -258,9 +272,20 @@ class MpiCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
         """Return a communicator of ``ranks`` in this order. Threads must use different ``tag`` values. Collective."""
-        child: MpiCommunicator = self._recorded("create_group", self._create_group, ranks, tag, f"{self.name}/{label}")
+        name = f"{self.name}/{label}"
+        # Before the call, in which ranks may wait.
+        transport.note_members(name, job_ranks(self._mpi, self._comm, ranks))
+        # Under the new name, because the other ranks of this communicator do not call this.
+        token = self.events.begin(name, "create_group", "uint8", 0, transport.UNKNOWN_BYTES, -1, 0)
+        child = self._create_group(ranks, tag, name)
+        self.events.end(token)
         self._adopt(self._passed_on(child))
         return child
+
+    @property
+    def mpi4py(self) -> Any:
+        """The communicator of mpi4py that this object wraps. Local."""
+        return self._comm
 
     def _create_group(self, ranks: Sequence[int], tag: int, name: str) -> "MpiCommunicator":
         everybody = self._comm.Get_group()
@@ -316,4 +341,5 @@ class MpiCommunicator(Communicator):
                 if part is not None:
                     part.free()
             self._nodes = None
+        transport.members.pop(self.name, None)
         self._comm.Free()

@@ -1,6 +1,7 @@
 """World of a program that is not a training: `init`, and the communicator that the public functions take.
 
-Functions that communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py or of `hpcdist.comm`.
+Functions that communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py or of `hpcdist.comm`, or
+a process group of `hpcdist.torch`.
 """
 
 import operator
@@ -8,6 +9,8 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,14 +20,15 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.launch.environment import RUN_DIR
-from hpcdist.comm.mpi.communicator import MpiCommunicator
+from hpcdist.comm.launch.environment import RUN_DIR, launch_environment
+from hpcdist.comm.mpi.communicator import MpiCommunicator, job_ranks
 from hpcdist.comm.start import Session, fail_alike, import_mpi, library, refuse_worker, start
-from hpcdist.comm.transport import UNKNOWN_BYTES
+from hpcdist.comm.transport import UNKNOWN_BYTES, note_members
 from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")
 
+LONGEST_LABEL: Final = 40  # characters of the ranks in the name of a communicator
 DEADLINE: Final = "HPCDIST_DEADLINE_S"  # deadline of an operation of a program that is not a training
 DEADLINE_S: Final = 1800.0  # its default, as for PyTorch's process groups
 RECORDS: Final = "hpcdist-records-"  # prefix of temporary directories of records
@@ -123,11 +127,12 @@ def whole_number(name: str, value: Any) -> int:
 AnyComm: TypeAlias = "World | Communicator | Any | None"  # Any: a communicator of mpi4py
 
 _worlds: Final[list[World]] = []  # the world of this process
+_names: Final = Counter[str]()  # of communicators of mpi4py
 _keyvals: Final[list[int]] = []  # key of the attribute that stores our communicator on a communicator of mpi4py
 
 
 def init(device: str = "cpu") -> World:
-    """Start MPI and return the world of all ranks. Later calls return the same world. Collective.
+    """Start MPI and return the world of all ranks of the job. Later calls return the same world. Collective.
 
     ``device``: "gpu" gives each rank the GPU with its local rank. An uncaught exception on any rank ends the job.
     """
@@ -182,18 +187,35 @@ def _remove_old_records(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_records(call: Callable[[], Value]) -> Value:
-    """Return ``call()``, run as the last recorded operation of the program. Collective."""
+def end_records(call: Callable[[], Value], comm: AnyComm = None) -> Value:
+    """Return ``call()``, run as the last recorded operation of the program. Collective over ``comm``."""
     if not _worlds:
         return call()
     session = _worlds[0].session
-    token = session.comm.events.begin(session.comm.name, "training", "uint8", 0, UNKNOWN_BYTES, -1, 0)
+    name = session.comm.name if comm is None else communicator_of(comm).name
+    token = session.comm.events.begin(name, "training", "uint8", 0, UNKNOWN_BYTES, -1, 0)
     try:
         result = call()
     finally:  # a script may catch the error and continue: an open operation would pass its deadline
         session.comm.events.end(token)
-    session.stop_recording()
+    session.stop_recording("a training began, which has records of its own")
     return result
+
+
+def mpi4py_of(comm: AnyComm) -> Any:
+    """Return the mpi4py communicator of ``comm``, a value as for `communicator_of`. The first call is collective.
+
+    None stands for all ranks. Raises UsageError for other values.
+    """
+    ours: Any = comm.comm if isinstance(comm, World) else comm
+    if hasattr(ours, "communicator"):  # a process group
+        ours = ours.communicator()
+    if isinstance(ours, MpiCommunicator):
+        return ours.mpi4py
+    if ours is None or (hasattr(ours, "allgather_object") and launch_environment() is None):
+        return None
+    check_mpi4py(ours)
+    return ours
 
 
 def _deadline_s(default_s: float) -> float:
@@ -222,11 +244,31 @@ def communicator_of(comm: AnyComm = None) -> Communicator:
     if hasattr(comm, "allgather_object"):
         ours: Communicator = comm
         return ours
+    foreign: Any = comm
+    if hasattr(foreign, "communicator"):
+        of_group: Communicator = foreign.communicator()
+        return of_group
+    check_mpi4py(foreign)
+    return _adopted(foreign)
+
+
+def check_mpi4py(comm: Any) -> None:
+    """Raise UsageError unless ``comm`` is an intracommunicator of mpi4py that this rank is a member of. Local."""
     if not hasattr(comm, "Get_attr"):
         raise UsageError(
-            f"comm is a {type(comm).__name__}; pass the result of hpcdist.init(), or an intracommunicator of mpi4py"
+            f"comm is a {type(comm).__name__}; pass the result of hpcdist.init(), an intracommunicator of mpi4py, or a "
+            "process group of the backend hpcdist that this rank is a member of"
         )
-    return _adopted(comm)
+    if not comm:
+        raise UsageError("comm is COMM_NULL: this rank is not a member of comm; make the call only on its members")
+    if comm.Is_inter():
+        raise UsageError("comm is an intercommunicator; pass an intracommunicator (comm.Merge() makes one)")
+
+
+def is_part(comm: Any) -> bool:
+    """Return True if the mpi4py communicator ``comm`` lacks ranks of the job. False for None, all ranks. Local."""
+    launch = launch_environment()
+    return comm is not None and launch is not None and comm.Get_size() < launch.size
 
 
 def _adopted(comm: Any) -> Communicator:
@@ -236,13 +278,29 @@ def _adopted(comm: Any) -> Communicator:
     # The first call for `comm` duplicates it, which is collective. Later calls return the duplicate.
     kept: Communicator | None = comm.Get_attr(_keyvals[0])
     if kept is None:
-        if comm.Is_inter():
-            raise UsageError("comm is an intercommunicator; pass an intracommunicator (comm.Merge() makes one)")
         world = init()  # from the first collective on, a failed rank ends the job
-        kept = MpiCommunicator(mpi, comm.Dup(), comm.Get_name() or "mpi4py", Handover(device_pointers=False))
+        runs = job_ranks(mpi, comm)
+        name = _record_name(mpi, comm, runs)
+        note_members(name, runs)  # before the call, in which ranks may wait
+        token = world.comm.events.begin(name, "dup", "uint8", 0, UNKNOWN_BYTES, -1, 0)
+        copy = comm.Dup()
+        world.comm.events.end(token)
+        kept = MpiCommunicator(mpi, copy, name, Handover(device_pointers=False))
         kept.observe_like(world.comm)
         comm.Set_attr(_keyvals[0], kept)
     return kept
+
+
+def _record_name(mpi: Any, comm: Any, runs: str) -> str:
+    # Other communicators may have the same name in MPI, such as the two halves of a Split. The name in records is used
+    # by the members of ``comm`` only. ``runs``: their ranks as text.
+    if comm == mpi.COMM_WORLD:
+        name = "MPI_COMM_WORLD"
+    else:
+        short = runs if len(runs) <= LONGEST_LABEL else f"{comm.Get_size()} ranks, {zlib.crc32(runs.encode()):08x}"
+        name = f"{comm.Get_name() or 'mpi4py'}[{short}]".replace("\t", " ")
+    _names[name] += 1
+    return name if _names[name] == 1 else f"{name}.{_names[name]}"
 
 
 def _freed(comm: Any, keyval: int, ours: Communicator) -> None:

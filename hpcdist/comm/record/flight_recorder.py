@@ -2,7 +2,7 @@
 
     header | notes | texts | ring of records      all little-endian; clock values are monotonic nanoseconds
 
-The texts are call sites, communicators, operations and dtypes.
+The texts are call sites, communicators with their ranks, operations and dtypes.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count as counter
 from pathlib import Path
 from threading import get_ident
@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Final
 
 from hpcdist.comm.launch.environment import process_state, start_ticks
-from hpcdist.comm.transport import EventSink, attributed
+from hpcdist.comm.transport import EventSink, attributed, members, parse_runs
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
@@ -42,7 +42,7 @@ def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
 
 MAGIC: Final = b"HPCDREC\0"
 MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have one or two million bytes
-VERSION: Final = 1
+VERSION: Final = 2  # 1 had no ranks of communicators
 # magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
 HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
 BEAT: Final = 16  # words of 8 bytes from the start of the file: time of the last heartbeat,
@@ -58,6 +58,7 @@ TEXTS: Final = NOTES + len(KINDS) * NOTE_BYTES
 TEXT: Final = struct.Struct("<BH")  # kind, bytes of the text that follows
 SITE: Final = 1
 LABEL: Final = 2
+GROUP: Final = 3
 RING: Final = TEXTS + 256 * 1024
 # index from 1, start, end (0: running), sequence on the communicator, count, sent bytes, site, label, peer, tag
 RECORD: Final = struct.Struct("<QqqQqqIIii")
@@ -137,6 +138,8 @@ class RankRecord:
     notes: dict[str, RankNote]
     events: tuple[RecordedEvent, ...]
     clock_ns: int = 0  # wall clock minus monotonic clock: subtract it to get times of the node's monotonic clock
+    # Communicator -> its ranks, as ranks of the job, in the communicator's order. Unknown communicators are missing.
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def open_events(self) -> tuple[RecordedEvent, ...]:
@@ -200,16 +203,18 @@ def parse(data: bytes, path: Path) -> RankRecord:
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short); delete {path}")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
-    check_header(path, (version, VERSION), len(data), size_bytes(capacity), rank, world)
+    check_header(path, (VERSION if version == 1 else version, VERSION), len(data), size_bytes(capacity), rank, world)
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     try:
-        notes, events = _notes(data, offset), _events(data, capacity, offset, _texts(data, used))
+        texts = _texts(data, used)
+        notes, events = _notes(data, offset), _events(data, capacity, offset, texts)
+        groups = dict(_group(text) for text in texts[GROUP])
         name = host.rstrip(b"\0").decode()
     except (ValueError, KeyError, struct.error) as error:
         raise StorageError(f"{path} is damaged: {error}; delete the file") from error
     return RankRecord(
-        path, rank, world, pid, name, ticks, capacity, wall, beat + offset, next_beat, notes, events, offset
+        path, rank, world, pid, name, ticks, capacity, wall, beat + offset, next_beat, notes, events, offset, groups
     )
 
 
@@ -225,7 +230,7 @@ def _notes(data: bytes, offset: int) -> dict[str, RankNote]:
 
 
 def _texts(data: bytes, used: int) -> dict[int, list[str]]:
-    texts = {SITE: ["unknown"], LABEL: ["?\t?\t?"]}
+    texts = {SITE: ["unknown"], LABEL: ["?\t?\t?"], GROUP: []}
     at = TEXTS
     while at < TEXTS + used:
         kind, length = TEXT.unpack_from(data, at)
@@ -233,6 +238,11 @@ def _texts(data: bytes, used: int) -> dict[int, list[str]]:
         texts[kind].append(data[at : at + length].decode(errors="replace"))
         at += length
     return texts
+
+
+def _group(text: str) -> tuple[str, tuple[int, ...]]:
+    comm, _, runs = text.partition("\t")
+    return comm, parse_runs(runs, MOST_RANKS)
 
 
 def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]) -> tuple[RecordedEvent, ...]:
@@ -288,7 +298,8 @@ class Recorder(EventSink):
         self._labels: dict[tuple[str, str, str], tuple[int, Callable[[], int]]] = {}
         self._sites: dict[tuple[int, ...], int] = {}
         self._codes: list[CodeType] = []  # kept alive: their ids are keys of _sites, and must not be reused
-        self._ids = {SITE: 0, LABEL: 0}
+        self._ids = {SITE: 0, LABEL: 0, GROUP: 0}
+        self._groups = set[str]()  # communicators whose ranks are in the file
         self._text_used = 0
         self._lock = threading.Lock()
         self._inside = _sources(_COMM) | {contextlib.__file__}
@@ -353,6 +364,9 @@ class Recorder(EventSink):
         with self._lock:
             # Collectives and messages are counted separately, because only collectives are equal on all members.
             clock = self._clocks.setdefault((comm, op in POINT_TO_POINT), counter(1).__next__)
+            if comm not in self._groups and comm in members:
+                self._groups.add(comm)
+                self._add_text(GROUP, f"{comm}\t{members[comm]}")
             if (comm, op, dtype) not in self._labels:
                 self._labels[comm, op, dtype] = self._add_text(LABEL, f"{comm}\t{op}\t{dtype}"), clock
             return self._labels[comm, op, dtype]

@@ -84,7 +84,7 @@ class EventPublisher:
         if session.comm.rank == 0:
             recipe = trainer.recipe
             strategy = recipe.parallel.strategy
-            run = run_info(directory, session.comm.size, session.place.nodes, strategy, resumed)
+            run = run_info(directory, session.comm.size, session.place.nodes, strategy, resumed, session.is_part)
             self._events = StepEvents(
                 run,
                 recipe.telemetry,

@@ -112,7 +112,8 @@ class TrainingJob:
         ``progress``: console display that prints the lines.
         """
         if session.comm.rank == 0:
-            exit_file.announce_run(self.run.path)
+            if not session.is_part:  # the notes for `hpcdist run` describe one run
+                exit_file.announce_run(self.run.path)
             lines = _introduction(session, trainer, self.run, self._entropies(trainer))
             for line in filter(None, [*lines, *(_details(trainer) if self.is_verbose else ())]):
                 progress.say(line)
@@ -195,8 +196,9 @@ class TrainingJob:
                     f"{self.run.path}` for the measurements of the run",
                     file=sys.stderr,
                 )
-            stopped = "" if outcome.stop_request is None else self._how_to_go_on(outcome.done, trainer)
-            if not exit_file.announce_completion(stopped) and stopped:
+            is_part = loop.session.is_part
+            stopped = "" if outcome.stop_request is None else self._how_to_go_on(outcome.done, trainer, is_part)
+            if (is_part or not exit_file.announce_completion(stopped)) and stopped:
                 print(stopped, file=sys.stderr, flush=True)
         loop.metrics.close()
         loop.energy.close()
@@ -204,10 +206,10 @@ class TrainingJob:
         self.lock.release()
         return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]
 
-    def _how_to_go_on(self, done: int, trainer: Trainer) -> str:
+    def _how_to_go_on(self, done: int, trainer: Trainer, is_part: bool = False) -> str:
         stopped = f"stopped at {done} of {trainer.recipe.run.steps} steps, saved; go on with"
         typed = os.environ.get(exit_file.COMMAND)
-        if self.script_model is not None and typed:
+        if self.script_model is not None and typed and not is_part:
             return f"{stopped} {shlex.join(exit_file.resume_command(shlex.split(typed), self.run.path, script=True))}"
         if self.script_model is not None:
             return f"{stopped} the same script, resume='auto' and out={str(self.run.path)!r}"

@@ -89,10 +89,12 @@ class StopRequests:
         ``limit_s``: seconds to the end of the job, or None. ``*callbacks``: functions to call before a signal ends the
         process. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
-        # Until `begun` is called, a signal ends the process at once, after calls of ``callbacks``.
+        # Until `begun` is called, a signal ends the process at once, after calls of ``callbacks``. Without callbacks,
+        # a signal requests a stop after the first step.
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
-        requests.starts(*callbacks)
+        if callbacks:
+            requests.starts(*callbacks)
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:

@@ -236,3 +236,91 @@ def test_hang_names_the_rank_that_never_begins_training(absent, tmp_path, mpi):
     assert [(finding.kind, finding.ranks, finding.event.op) for finding in report.findings] == [
         ("absent", (absent,), "training")
     ]
+
+
+# Ranks 0 and 3 train run a, rank 1 trains run b, and rank 2 trains nothing.
+PARTS = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from hpcdist import models
+from hpcdist.errors import UsageError
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.training.script import Training
+
+
+def wait_for(path):
+    while not Path(path).exists():
+        time.sleep(0.02)
+
+
+def train(name, comm=None):
+    strategy, steps, batch = {"a": ("zero2", 6, 4), "b": ("allreduce", 9, 6)}[name]
+    built = models.build(ModelConfig(kind="mlp", layers=1, hidden=8), "float64", features=5, classes=3)
+    keys = {"run.steps": steps, "run.global_batch": batch, "parallel.strategy": strategy, "precision.mode": "float64"}
+    model = Model(built.stages, "float64", tokens_per_sample=1)
+    with Training(model, keys, comm=comm, out=name if comm else f"{name}-alone", resume="auto") as training:
+        for step in training.steps:
+            rng = np.random.default_rng(step)
+            rows = rng.standard_normal((batch, 5)), rng.integers(0, 3, batch)
+            loss = training.step(*(array[training.share] for array in rows))
+            if training.rank == 0:
+                print(f"loss {name} {step} {loss:.15f}", flush=True)
+            if comm and step == 0:  # both runs are in their steps at the same time
+                Path(f"{name}-begun").touch()
+                wait_for("b-begun" if name == "a" else "a-begun")
+            if comm and name == "a" and step == 2 and training.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if comm and name == "b" and step == 5:  # goes on after the other run has stopped
+                wait_for("a/checkpoints/step-4")
+    Path(f"{name}-ended").touch()
+
+
+if sys.argv[1:]:
+    train(sys.argv[1])
+else:
+    from mpi4py import MPI
+
+    name = "ab a"[MPI.COMM_WORLD.rank] if MPI.COMM_WORLD.size == 4 else ""
+    comm = MPI.COMM_WORLD.Split(" ab".index(name) or MPI.UNDEFINED)
+    if comm:
+        train(name, comm)
+    else:
+        for wrong, error in ((comm, "COMM_NULL"), (MPI.COMM_SELF, "needs out")):
+            try:
+                Training(None, comm=wrong)
+            except UsageError as refusal:
+                assert error in str(refusal), refusal
+            else:
+                raise AssertionError(error)
+        wait_for("b-ended")
+"""
+
+
+def test_parts_of_the_ranks_train_at_the_same_time(mpiexec, tmp_path):
+    (tmp_path / "train.py").write_text(PARTS)
+    environment = {"HPCDIST_RUN_DIR": str(tmp_path / "launcher")}
+    stopped, resumed = (mpiexec(4, ["train.py"], cwd=tmp_path, env=environment) for _ in range(2))
+    assert stopped.returncode == 75, stopped.stdout
+    assert (resumed.returncode, (tmp_path / "launcher").exists()) == (0, False), resumed.stdout
+    printed = re.findall(r"loss (\w) (\d) (\S+)", stopped.stdout + resumed.stdout)
+    alone = [jobs.run([sys.executable, "train.py", name], cwd=tmp_path).stdout for name in "ab"]
+    expected = re.findall(r"loss (\w) (\d) (\S+)", "".join(alone))
+    del expected[3]  # the step that saves and stops returns no loss
+    assert [row[:2] for row in sorted(printed)] == [row[:2] for row in expected]
+    assert [float(row[2]) for row in sorted(printed)] == pytest.approx([float(row[2]) for row in expected], rel=1e-12)
+
+
+@pytest.mark.full
+def test_error_on_a_part_of_the_ranks_ends_the_job_and_is_shown_once(tmp_path, mpi):
+    begin = "loss = training.step("
+    fails = (
+        f"if comm and name == 'a' and step == 2:\n                raise UsageError('no more data')\n            {begin}"
+    )
+    endless = PARTS.replace(begin, fails, 1).replace('"a/checkpoints/step-4"', '"never"')
+    (tmp_path / "train.py").write_text(endless)
+    done = jobs.hpcdist("run", "-n", "4", "--", "python", "train.py", cwd=tmp_path)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
+    assert output.count("UsageError: no more data") == 1 and "rank 0 failed: exit code 2" in output, output

@@ -6,6 +6,8 @@ import pytest
 import hpcdist
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.collectives import arrays
+from hpcdist.comm.start import import_mpi
+from hpcdist.energy import phases
 from hpcdist.errors import BufferHandoverError, UsageError
 
 
@@ -128,6 +130,31 @@ def test_rank_init_returns_the_world(comm):
     assert world.mpi4py.Get_size() == comm.size and 0 <= world.local_rank < world.local_size
     with pytest.raises(UsageError, match="the ranks are"):
         world.bcast(1, comm.size)
+
+
+def test_rank_functions_on_a_part_do_not_wait_for_other_ranks(comm, folder, monkeypatch):
+    monkeypatch.setattr(phases, "_monitors", [])
+    monkeypatch.setattr(phases, "_entered", {})
+    everyone, mpi = hpcdist.init().mpi4py, import_mpi()
+    part = everyone.Split(0 if comm.rank < max(1, comm.size - 1) else mpi.UNDEFINED)
+    if not part:
+        with pytest.raises(UsageError, match="COMM_NULL"):
+            hpcdist.should_stop(comm=part)
+    else:
+        size = part.Get_size()
+        state = {"rows": hpcdist.checkpoint.Sharded(np.full((2, 3), comm.rank)), "size": size}
+        hpcdist.checkpoint.save(folder, state, background=True, comm=part)
+        hpcdist.checkpoint.finish_saves(part)
+        saved = hpcdist.checkpoint.load(folder, comm=part)
+        assert saved["size"] == size and saved["rows"][:, 0].tolist() == [r for r in range(size) for _ in (0, 1)]
+        assert hpcdist.should_stop(margin_s=0, comm=part) == 0
+        hpcdist.energy.configure(sources="declared", cpu_tdp_w=100.0, utilisation_s=0.0, comm=part)
+        with hpcdist.energy.window("part"):
+            pass
+        assert "part" in hpcdist.energy.usage()["phases"]
+        phases._monitors[0].stop()
+        phases._monitors[0].close()
+        part.Free()
 
 
 def test_rank_pytorch_tensors_are_reduced_in_place(comm):

@@ -324,6 +324,45 @@ def test_rank_subgroups_reduce_over_their_members(comm, rng):
         local.send([local_input], 0, 0)
 
 
+def test_rank_functions_take_a_process_group(comm, rng, folder):
+    """They use a separate context, while operations of the group are in flight."""
+    halves = [dist.new_group(list(range(half, comm.size, 2))) for half in range(min(2, comm.size))]
+    group = halves[comm.rank % 2]
+    size, path = dist.get_world_size(group), folder / f"half-{comm.rank % 2}"
+    tensor = torch.ones(1000)
+    handle = dist.all_reduce(tensor, group=group, async_op=True)
+    assert hpcdist.allreduce(np.ones(5), comm=group).tolist() == [size] * 5
+    layer = torch.nn.Linear(3, 2)
+    dist.broadcast(layer.weight.data, comm.rank % 2, group=group)
+    state = {"layer": layer, "half": comm.rank % 2}
+    hpcdist.torch.save(path, state, background=True, comm=group)
+    handle.wait()
+    assert (tensor == size).all()
+    hpcdist.torch.finish_saves(group)
+    weight = layer.weight.detach().clone()
+    layer.weight.data.zero_()
+    assert hpcdist.torch.load(path, state, comm=group)["half"] == comm.rank % 2
+    assert torch.equal(layer.weight, weight)
+    assert [*hpcdist.torch.until_stop(range(3), comm=group)] == [0, 1, 2]
+    hpcdist.torch.save(path, state, background=True, comm=group)
+    dist.destroy_process_group(group)  # completes the save
+    comm.barrier()
+    paths = [folder / f"half-{half}" for half in range(min(2, comm.size))]
+    assert [hpcdist.checkpoint.load(path, comm=comm)["half"] for path in paths] == [*range(min(2, comm.size))]
+
+
+def test_rank_split_group_separates_disjoint_groups(comm):
+    whole = dist.new_group(list(range(comm.size)))
+    mine = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
+    half = whole.split_group(mine)
+    assert (half.rank(), half.size()) == (mine.index(comm.rank), len(mine))
+    tensor = torch.tensor([float(comm.rank)])
+    half.allreduce([tensor]).wait()
+    assert tensor.item() == sum(mine)
+    half.shutdown()
+    dist.destroy_process_group(whole)
+
+
 def test_rank_coalesced_all_reduce_sums_each_tensor(comm, rng):
     inputs = [draw_for_all_ranks(rng, comm, dtype, 8) for dtype in (torch.float32, torch.float32)]
     local_values = [tensors[comm.rank].clone() for tensors in inputs]

@@ -18,7 +18,7 @@ from hpcdist.errors import ConfigurationError
 def program(monkeypatch):
     """A program of one rank that has not opened any sensor."""
     world = World(SimpleNamespace(comm=solo()))
-    monkeypatch.setattr(phases, "init", lambda: world)
+    monkeypatch.setattr(phases, "communicator_of", lambda comm: world.comm)
     monkeypatch.setattr(phases, "_monitors", [])
     monkeypatch.setattr(phases, "_entered", {})
     for name in list(os.environ):
@@ -54,9 +54,8 @@ def test_invalid_variable_is_named(program, monkeypatch, name, value, message):
 
 def test_phase_of_another_rank_is_unknown(monkeypatch):
     first = {"energy_j": 1.0, "phases": {"training": {"joules": 1.0}}}
-    monkeypatch.setattr(phases, "_monitors", [SimpleNamespace(report=lambda: dict(first))])
-    gathered = SimpleNamespace(comm=SimpleNamespace(allgather_object=lambda names: [["training"], ["training", "io"]]))
-    monkeypatch.setattr(phases, "init", lambda: gathered)
+    comm = SimpleNamespace(allgather_object=lambda names: [["training"], ["training", "io"]])
+    monkeypatch.setattr(phases, "_monitors", [SimpleNamespace(report=lambda: dict(first), comm=comm)])
     result = phases.usage()["phases"]
     assert result["training"]["joules"] == 1.0
     assert math.isnan(result["io"]["joules"]) and "rank 1, have windows of io" in result["io"]["reason"]

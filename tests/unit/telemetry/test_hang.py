@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from harness.marks import cases
 from hpcdist.cli.runs.inspect import hang as command
 from hpcdist.comm.record.flight_recorder import RankNote, RankRecord, RecordedEvent, Recorder
+from hpcdist.comm.transport import members, note_members
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry.hang import Finding, analyse, load
 
@@ -29,6 +30,7 @@ class Story:
     next_beat_s: float = 0.0
     notes: dict[str, RankNote] = field(default_factory=dict)
     events: list[RecordedEvent] = field(default_factory=list)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def does(self, op, start_s, end_s=None, line=1, count=4, peer=-1, comm="world"):
         kind = RecordedEvent(comm, op, "float32", count, 0, peer, 0, 0, "", 0, 0, None).collective
@@ -54,8 +56,14 @@ class Story:
         ticks = 1 if self.pid else 0
         return RankRecord(
             Path(f"rank-{self.rank:05d}.rec"), self.rank, self.world, self.pid, host, ticks, 64, 0,
-            int(self.beat_s * NS), int(self.next_beat_s * NS), self.notes, tuple(self.events),
+            int(self.beat_s * NS), int(self.next_beat_s * NS), self.notes, tuple(self.events), groups=self.groups,
         )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_communicators():
+    yield
+    members.clear()
 
 
 def analyse_stories(*stories, now_s=1000.0):
@@ -223,6 +231,62 @@ def test_peers_of_an_axis_are_mapped_to_world_ranks():
         Story(2).does("barrier", 1, 2, comm="tp").beats(300),
     ]
     assert first_finding(analyse_stories(*stories)) == ("absent", (2,), "train.py:4 (step)")
+
+
+A, B, C = {"a": (0, 1)}, {"b": (0, 2)}, {"c": (1, 2)}
+
+
+def test_member_that_never_used_its_group_is_absent():
+    # Rank 1 waits for rank 0, which waits for rank 2. Rank 2 has no operation on the group.
+    stories = [
+        Story(0, groups=A | B).does("barrier", 1, 2).does("allreduce", 3, comm="b", line=7),
+        Story(1, groups=A).does("barrier", 1, 2).does("allreduce", 3, comm="a", line=8),
+        Story(2).does("barrier", 1, 2).beats(999),
+    ]
+    for story in stories[:2]:
+        story.beats(999)
+    report = analyse_stories(*stories)
+    assert first_finding(report) == ("absent", (2,), "train.py:7 (step)")
+    assert report.findings[0].group == (0, 2) and len(report.findings) == 1
+
+
+def test_ranks_that_wait_in_different_groups_are_a_deadlock():
+    waits = [("b", A | B), ("a", A | C), ("c", B | C)]
+    stories = [Story(rank, groups=groups).does("allreduce", 1, comm=name) for rank, (name, groups) in enumerate(waits)]
+    report = analyse_stories(*[story.beats(999) for story in stories])
+    assert first_finding(report)[:2] == ("deadlock", (0, 2, 1))
+    assert (
+        "rank 2 waits in allreduce #1 on c, 4 x float32, at train.py:1 (step) (ranks 1, 2)" in report.findings[0].text
+    )
+
+
+def test_the_smallest_group_that_a_rank_missed_is_reported():
+    others = [Story(rank, world=4).does("barrier", 1).beats(999) for rank in (0, 1)]
+    waits = Story(2, world=4, groups={"pair": (2, 3)}).does("allreduce", 1, comm="pair", line=9)
+    report = analyse_stories(*others, waits.beats(999), Story(3, world=4).beats(999))
+    assert first_finding(report) == ("absent", (3,), "train.py:9 (step)")
+
+
+def test_peer_is_a_rank_in_the_order_of_its_communicator():
+    group = {"g": (2, 0)}
+    receiver = Story(0, groups=group).does("recv", 1, peer=0, comm="g").beats(999)
+    report = analyse_stories(receiver, Story(1).beats(999), Story(2, groups=group).beats(999))
+    assert first_finding(report)[:2] == ("absent", (2,))
+
+
+def test_run_on_a_part_of_the_job_names_ranks_of_the_job(tmp_path):
+    for rank in range(2):
+        recorder = write(tmp_path, rank)
+        note_members("world", "3,5")
+        note_members("world/pair", "5,3")
+        recorder.end(recorder.begin("world", "barrier", "uint8", 0, 0, -1, 0))
+        if rank == 0:
+            recorder.begin("world/pair", "allreduce", "float32", 4, 0, -1, 0)
+        recorder.close()
+    assert load(tmp_path)[0].groups == {"world": (3, 5), "world/pair": (5, 3)}
+    result = CliRunner().invoke(command, [str(tmp_path), "--patience", "0"])
+    assert "ABSENT: rank 1 (rank 5 of the job) did not reach" in result.output, result.output
+    assert "this run is on ranks 3, 5 of the job, in this order" in result.output
 
 
 def test_overwritten_events_accuse_no_rank():

@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -260,6 +261,15 @@ def test_file_belongs_to_the_job_and_is_removed_with_it(tmp_path, normal):
     assert sorted(path.name for path in folder.iterdir()) == ["hpcdist_41.prom", "hpcdist_42.prom"]
     sink.close(normal)
     assert [path.name for path in folder.iterdir()] == ["hpcdist_41.prom"]
+
+
+def test_runs_on_parts_of_a_job_have_files_of_their_own(tmp_path):
+    config = TelemetryConfig(prometheus="textfile", textfile_directory=str(tmp_path))
+    sinks = [PrometheusSink(replace(run_in(tmp_path, is_part=True), name=name), config) for name in "ab"]
+    assert sorted(path.name for path in tmp_path.glob("*.prom")) == ["hpcdist_42-a.prom", "hpcdist_42-b.prom"]
+    for sink in sinks:
+        sink.close(True)
+    assert not list(tmp_path.glob("*.prom"))
 
 
 def test_file_is_readable_by_the_exporter_of_another_user(tmp_path):

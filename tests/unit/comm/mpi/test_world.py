@@ -22,7 +22,7 @@ def test_error_at_start_of_training_leaves_no_open_operation(monkeypatch):
     calls = []
     events = SimpleNamespace(begin=lambda *_: calls.append("begin"), end=lambda _: calls.append("end"))
     comm = SimpleNamespace(events=events, name="world")
-    session = SimpleNamespace(comm=comm, stop_recording=lambda: calls.append("stop"))
+    session = SimpleNamespace(comm=comm, stop_recording=lambda _: calls.append("stop"))
     monkeypatch.setattr(world, "_worlds", [SimpleNamespace(session=session)])
     with pytest.raises(ZeroDivisionError):
         world.end_records(lambda: 1 // 0)

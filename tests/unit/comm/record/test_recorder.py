@@ -14,6 +14,7 @@ import pytest
 
 import hpcdist
 from harness.jobs import LIMIT_S
+from hpcdist.comm import transport
 from hpcdist.comm.launch import environment
 from hpcdist.comm.mpi.shared_memory import Members
 from hpcdist.comm.record import flight_recorder
@@ -47,6 +48,47 @@ def test_events_round_trip(recorder):
     assert first.site.split(" ")[0].split(":")[0] == __file__ and first.site.endswith("(begin)")
     assert "allreduce #1 on world, 7 x float32, at " in str(first)
     assert "recv #1 on world, 7 x float32, peer 2, at " in str(second)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs"),
+    [
+        ([0], "0"),
+        ([2, 3], "2-3"),
+        ([0, 1, 2, 3, 8, 10, 12, 7], "0-3,8-12:2,7"),
+        ([5, 3, 1], "5,3,1"),
+        ([0, 4], "0,4"),
+        (list(range(3, 1024, 4)), "3-1023:4"),
+    ],
+)
+def test_rank_runs_round_trip(ranks, runs):
+    assert transport.rank_runs(ranks) == runs and list(transport.parse_runs(runs, 1024)) == ranks
+
+
+@pytest.mark.parametrize("runs", ["", "a", "0-1024", "0-5:0", "0-1023,0-1023"])
+def test_invalid_rank_runs_are_rejected(runs):
+    with pytest.raises(ValueError):
+        transport.parse_runs(runs, 1024)
+
+
+def test_ranks_of_random_groups_are_recorded(recorder, rng):
+    groups = {f"group {size}": rng.permutation(500)[:size].tolist() for size in (1, 2, 17, 100, 400)}
+    for name, ranks in groups.items():
+        transport.note_members(name, transport.rank_runs(ranks))
+        begin(recorder, comm=name)
+        transport.note_members(name, "")
+    begin(recorder, comm="other")
+    read = flight_recorder.read(recorder.path).groups
+    # 400 unordered ranks are longer than a text of the recorder.
+    assert read == {name: tuple(ranks) for name, ranks in groups.items() if len(ranks) < 400}
+
+
+def test_file_of_version_1_is_read(recorder):
+    begin(recorder)
+    data = bytearray(recorder.path.read_bytes())
+    data[8:12] = (1).to_bytes(4, "little")
+    record = flight_recorder.parse(bytes(data), recorder.path)
+    assert record.groups == {} and len(record.events) == 1
 
 
 def test_call_sites_are_outside_comm(recorder):
