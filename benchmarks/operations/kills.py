@@ -203,7 +203,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     kills, requeues = [], []
     equal = {"kills": [], "requeues": []}  # type: dict[str, list[bool]]
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
-        for index, style in enumerate(chosen.styles):
+        for index, style in enumerate(chosen.styles if chosen.kills else ()):
             count = chosen.kills * (index + 1) // len(chosen.styles) - chosen.kills * index // len(chosen.styles)
             rows, same = killed(style, Path(name), count, chosen.seed, chosen.window)
             kills += rows
