@@ -38,6 +38,7 @@ STUDIES: Final = {
     "gpu.strategies": "gpu.strategies",
     "hosts": "hosts.hierarchical",
     "hosts.torch": "hosts.torch",
+    "kills": "operations.kills",
     "large_batch": "large_batch.study",
     "libraries": "collectives.libraries",
     "memory": "training.memory",

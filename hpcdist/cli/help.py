@@ -21,6 +21,7 @@ from hpcdist.reporting.nearest import nearest, synonym
 GROUPS: Final = {
     "Begin": {
         "start": "Install, first run, and a guide to the pages.",
+        "from-one-gpu": "A PyTorch script for one GPU becomes a job on two nodes with restarts.",
         "torch": "torch.distributed over MPI in a script with DDP or FSDP2: change two lines.",
         "torch-checkpoints": "Checkpoints, restarts, stop requests and metrics of such a script.",
         "your-model": "Train a PyTorch or JAX model from your own script.",

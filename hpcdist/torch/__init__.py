@@ -20,7 +20,7 @@ from hpcdist.torch import launch, work
 from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
 from hpcdist.torch.metrics import log, phase
-from hpcdist.torch.state import RandomState, load, save, saved
+from hpcdist.torch.state import RandomState, last_saved, load, save, saved
 from hpcdist.torch.stop import exit_if_stopped, should_stop, trainer_callback, until_stop
 from hpcdist.training.run.stop_requests import watch_signals
 
@@ -31,6 +31,7 @@ __all__ = [
     "compress",
     "exit_if_stopped",
     "finish_saves",
+    "last_saved",
     "load",
     "log",
     "monitored_barrier",

@@ -375,9 +375,10 @@ class Group(_ProcessGroup):
         self._mailbox.finish()
         self._mailbox.close()
         attribute(call_site_outside(sys._getframe(1), OUTSIDE))
-        token = self.comm.events.begin(self.comm.name, "destroy_process_group", "uint8", 0, 0, -1, 0)
+        events = self.comm.events  # `_at_end` may replace the sink, and only this sink knows the token
+        token = events.begin(self.comm.name, "destroy_process_group", "uint8", 0, 0, -1, 0)
         self._at_end()
-        self.comm.events.end(token)
+        events.end(token)
         attribute(None)
         collectives.release(self.comm)
         if self._duplicate is not None:

@@ -326,9 +326,25 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
 def saved(path: str | Path, step: int) -> None:
     """Report that this script has saved a checkpoint of step ``step`` in the file ``path``, in any format. Local.
 
-    Restarts and requeues then count the checkpoint as progress. Without a run directory (`hpcdist run --out`), the call
-    has no effect.
+    Restarts and requeues then count the checkpoint as progress, and `last_saved` returns its path. If several ranks
+    write the checkpoint, call it after all ranks have written, for example after a barrier. Without a run directory
+    (`hpcdist run --out`), the call has no effect.
     """
     folder = os.environ.get(RUN_DIR)
     if folder and communicator_of(None).rank == 0:
         atomic.save(Path(folder) / PROGRESS_FILE, json.dumps({"checkpoint": str(path), "step": int(step)}))
+
+
+def last_saved() -> str | None:
+    """Return the path of the newest checkpoint that `saved` reported, or None without a report. Local.
+
+    A checkpoint that a crash left incomplete is not reported. Without a run directory (`hpcdist run --out`), the result
+    is None. Raises StorageError if the report is damaged.
+    """
+    path = Path(os.environ.get(RUN_DIR) or os.devnull) / PROGRESS_FILE
+    if not path.exists():
+        return None
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} is damaged ({error!r}); delete it, and resume from a checkpoint by hand") from error

@@ -69,7 +69,8 @@ def trainer_callback() -> Any:
     """Return a callback for ``callbacks=[...]`` of the Hugging Face Trainer, on all ranks of the job.
 
     After a stop request, the Trainer saves a checkpoint after the current step, and the program exits with code 75 or
-    130. Checkpoints count as progress of restarts. Logged values are passed to `log`. Local.
+    130. Checkpoints count as progress of restarts once all ranks have written them: pass
+    `resume_from_checkpoint=last_saved()` to `Trainer.train`. Logged values are passed to `log`. Local.
     """
     try:
         from transformers import TrainerCallback
@@ -116,6 +117,8 @@ def trainer_callback() -> Any:
             metrics.log(state.global_step, **common, **values)
 
         def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if dist.is_initialized():
+                dist.barrier()  # every rank has written its random state
             saved(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:

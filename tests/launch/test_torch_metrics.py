@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from hpcdist.comm.record import flight_recorder
 from hpcdist.telemetry import report
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.page import document
@@ -126,6 +127,9 @@ def test_logged_steps_are_averaged_over_ranks_and_shown_by_all_readers(tmp_path)
     assert [event["values"] for event in events if "logged_value[accuracy]" in event["values"]][-1]
     assert list((folder / "tensorboard").glob("events*"))
     assert [start.end for start in data.state.starts] == ["finished"]
+    for path in (folder / "recorder").glob("rank-*.rec"):
+        (last,) = (event for event in flight_recorder.read(path).events if event.op == "destroy_process_group")
+        assert last.ended_ns is not None, "the event began in another sink than it ended"
 
 
 def test_logged_steps_of_a_resumed_script_replace_those_after_the_checkpoint(tmp_path):

@@ -3,7 +3,8 @@
 hpcdist run -n 2 --out run --restarts 2 -- python trainer.py TEXT
 
 Two lines differ from a torchrun script: the import of hpcdist.torch, and init_process_group. The callback saves and
-exits after a stop request such as SIGTERM, and logs to the run directory. The script resumes from its checkpoints.
+exits after a stop request such as SIGTERM, and logs to the run directory. The script resumes from the newest checkpoint
+that all ranks have written; a crash can leave an incomplete one.
 Needs pip install 'transformers' 'accelerate'.
 """
 
@@ -33,7 +34,7 @@ options = transformers.TrainingArguments(
     learning_rate=3e-3,
     logging_steps=10,
     save_steps=10,
-    save_total_limit=2,
+    save_total_limit=2,  # at least 2: a crash can leave the newest incomplete
     report_to=[],
     disable_tqdm=True,
     use_cpu=not torch.cuda.is_available(),
@@ -44,7 +45,7 @@ trainer = transformers.Trainer(
     train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     callbacks=[hpcdist.torch.trainer_callback()],
 )
-trainer.train(resume_from_checkpoint=transformers.trainer_utils.get_last_checkpoint("trained"))
+trainer.train(resume_from_checkpoint=hpcdist.torch.last_saved())
 if torch.distributed.get_rank() == 0:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"loss {losses[0]:.2f} to {losses[-1]:.2f} on {trainer.accelerator.num_processes} ranks")

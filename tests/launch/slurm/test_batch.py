@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness import pages
 from harness.marks import cases
 from hpcdist.batch import site_search as search
 from hpcdist.batch import submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import BatchJob
+from hpcdist.cli.help import DOCS
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.telemetry import report
@@ -72,6 +74,25 @@ def test_job_stopped_and_requeued_on_two_nodes_has_the_same_bits(jobs, mpi):
     assert two.figures["sessions"] == 2 and two.figures["steps"] == STEPS
     assert np.array_equal(one.run.steps["loss"], two.run.steps["loss"])
     assert one.figures["val_loss"] == two.figures["val_loss"]
+
+
+def test_script_of_the_page_from_one_gpu_is_requeued_on_two_nodes(jobs):
+    blocks = {block.title: block.text for block in pages.blocks((DOCS / "from-one-gpu.md").read_text())}
+    (jobs.folder / "train.py").write_text(blocks["train.py"].replace("epochs = 8", "epochs = 30"))
+    options = ("--nodes=2", "--ranks-per-node=1", "--time=30", "--restarts=3", "--out=scripted", "--no-check")
+    line = [sys.executable, "-P", "-m", "hpcdist", "submit", *options, "--", sys.executable, "train.py"]
+    done = jobs.cluster.run(*line, cwd=jobs.folder)
+    assert done.returncode == 0, done.stderr
+    number = done.stdout.strip()
+    jobs.wait_for_log(number, "epoch 1:")
+    jobs.stop(number)
+    jobs.release(number)
+    jobs.until(number, JobState="COMPLETED")
+    output = jobs.log(number)
+    (saved,) = re.findall(r"saved step-(\d+); the job resumes from there", output)
+    assert re.findall(r"from step (\d+) on 2 ranks", output) == ["0", saved] and "epoch 30:" in output
+    steps = report.report(jobs.folder / "scripted").run.steps["step"]
+    assert steps.tolist() == list(range(1, 30 * 64 + 1))
 
 
 def test_failed_node_is_excluded_from_the_next_start(jobs):
