@@ -24,7 +24,6 @@ import numpy as np
 from hpcdist.adapters.torch.model import DEFAULTS
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import RunLock
@@ -43,7 +42,7 @@ from hpcdist.strategies.schedule.replica_check import check_batch
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
-from hpcdist.training.build.trainer import STATISTICS
+from hpcdist.training.build.trainer import statistic_pieces, statistics_of
 from hpcdist.training.data import SampleOrder, own_samples
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
@@ -109,7 +108,7 @@ class Training:
         self._done, self._ended, self._evaluations = self._trainer.first_step, False, 0
         self._left_ns = now_ns()
         if self._trainer.exchange.traits.gathers or self._trainer.grid.pipeline > 1:
-            for stage in model.stages:
+            for stage in self._trainer.model.stages:  # which may be copies of the script's stages
                 if hasattr(stage, "guard"):
                     stage.guard("this rank holds its parameters only during a step; use `training.evaluate`")
         self._pid = os.getpid()
@@ -119,8 +118,11 @@ class Training:
         comm, recipe = self._session.comm, self.recipe
         stages: list[Any] = [stage for stage in model.stages if hasattr(stage, "share_untrained")]
         shapes = [[(key, tuple(one.shape), str(one.dtype)) for key, one in s.untrained().items()] for s in stages]
+        shapes += [stage.synchronised() for stage in stages]
         if any(other != shapes for other in comm.allgather_object(shapes)):
-            raise UsageError("the ranks have buffers or frozen parameters of different names, shapes or types")
+            raise UsageError(
+                "the ranks have buffers, frozen parameters or SyncBatchNorm modules of different names, shapes or types"
+            )
         for stage in stages:
             stage.share_untrained(comm.broadcast)
         again = recipe.parallel.recompute or recipe.run.recomputes or recipe.parallel.partition == "measured"
@@ -264,13 +266,7 @@ class Training:
         assert path is not None, "close() saves a checkpoint"
         model = self._trainer.model
         store = FlatStore(model.layout, self._trainer.context.master_dtype)
-        statistics = {
-            f"{stage.layer}.{name}": values
-            for stage in model.stages
-            if hasattr(stage, "statistics")
-            for name, values in stage.statistics().items()
-        }
-        pieces = [Piece.whole(STATISTICS, name, values) for name, values in statistics.items()]
+        pieces = statistic_pieces(statistics_of(model.stages))
         restore(path, [*pieces_of({"parameters": store}, store.parts), *pieces])
         return {segment.key: store.view(segment.key).copy() for segment in model.layout.segments}
 
