@@ -26,6 +26,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.listing import AVERAGES, PARAMETERS
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.failure import failfast
@@ -256,18 +257,21 @@ class Training:
         self._stop_requests.ignore()
         self._session.comm.barrier()  # all files are complete before any rank reads them
 
-    def parameters(self) -> dict[str, np.ndarray]:
+    def parameters(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
         """Close the training. Return {"LAYER.NAME": copy of the final parameter}. Collective; local after `close`.
 
+        ``averaged``: True for the moving average of the parameters. Raises UsageError without ``optimizer.ema_decay``.
         The running statistics of BatchNorm are restored in the modules.
         """
+        if averaged and not self.recipe.optimizer.ema_decay:
+            raise UsageError("the run keeps no moving average of the parameters; set optimizer.ema_decay above 0")
         self.close()
         path = self._loop.outcome.checkpoint
         assert path is not None, "close() saves a checkpoint"
         model = self._trainer.model
         store = FlatStore(model.layout, self._trainer.context.master_dtype)
         pieces = statistic_pieces(statistics_of(model.stages))
-        restore(path, [*pieces_of({"parameters": store}, store.parts), *pieces])
+        restore(path, [*pieces_of({AVERAGES if averaged else PARAMETERS: store}, store.parts), *pieces])
         return {segment.key: store.view(segment.key).copy() for segment in model.layout.segments}
 
     def __enter__(self) -> Self:
