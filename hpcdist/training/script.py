@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from hpcdist.adapters.torch.model import DEFAULTS
+from hpcdist.adapters.torch.model import DEFAULTS, OptimizerKeys
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
@@ -41,6 +41,7 @@ from hpcdist.reporting.rules import written
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.schedule.replica_check import check_batch
 from hpcdist.strategies.schedule.stages import MicroBatch
+from hpcdist.telemetry.step_events import logged_number
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.build.trainer import statistic_pieces, statistics_of
@@ -78,6 +79,7 @@ class Training:
         out, resume = _where(out, resume, os.environ)
         self.recipe = _recipe_of(recipe, model)
         self._model = model
+        self._optimizer: OptimizerKeys | None = recipe.get(DEFAULTS) if isinstance(recipe, Mapping) else None
         lock = RunLock()
         self._stop_requests = StopRequests.listening(time_limit_s, lock.release, failfast.note_end)
         try:
@@ -107,6 +109,8 @@ class Training:
         self._open.enter_context(self._loop.energy.monitor.window("training"))
         self._loop.begin()
         self._done, self._ended, self._evaluations = self._trainer.first_step, False, 0
+        if self._optimizer is not None:
+            self._optimizer.advance(self._done)
         self._left_ns = now_ns()
         if self._trainer.exchange.traits.gathers or self._trainer.grid.pipeline > 1:
             for stage in self._trainer.model.stages:  # which may be copies of the script's stages
@@ -214,9 +218,12 @@ class Training:
                 "the step"
             )
         self._compare(f"step {self._done + 1}", x, y, self._done - self._trainer.first_step, self._done + 1)
+        self._set_rate()
         self._loop.instrumentation.waited(self._left_ns)  # the script's time between steps counts as time for data
         self._loop.step(self._done + 1, (x, y))
         self._done += 1
+        if self._optimizer is not None:
+            self._optimizer.advance()
         self._left_ns = now_ns()
         if self._loop.outcome.stop_request is not None:
             self.close()
@@ -241,6 +248,18 @@ class Training:
         loss = trainer.evaluate([[batch] if trainer.context.computes else []])
         self._loop.metrics.evaluated(self._done, loss)
         return loss
+
+    def log(self, *, samples: float = 1.0, **values: Any) -> None:
+        """Record ``values`` by name, such as ``accuracy=0.9``, for the last completed step. Local.
+
+        The run stores the mean over the ranks that log a value, with the weights ``samples``. Values are numbers, or
+        tensors with one element. Raises UsageError for other values, and after the end of the run.
+        """
+        weight = logged_number("samples", samples)
+        if self._ended or not 0 <= weight < float("inf"):
+            fault = "the run has ended" if self._ended else f"samples = {samples}, expected a number of at least 0"
+            raise UsageError(f"log: {fault}; call training.log after a step, and before training.close")
+        self._loop.metrics.log(self._done, weight, {name: logged_number(name, one) for name, one in values.items()})
 
     def close(self) -> None:
         """Save a checkpoint, report the results, and close the files. Do not call `step` afterwards. Collective."""
@@ -312,11 +331,32 @@ class Training:
                 )
         return x, y
 
-    def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
-        if trainer.grid.size == trainer.grid.data:
+    def _set_rate(self) -> None:
+        if self._optimizer is None:
             return
-        if before < COMPARED_FIRST or (every and number % every == 0):
+        factor, exchange, step = self._optimizer.rate_factor(), self._trainer.exchange, self._done + 1
+        if factor != 1 and exchange.traits.alternates:
+            raise UsageError(
+                f"step {step}: the optimizer's learning rate has changed, but communication.delayed applies a gradient "
+                "one step late; set communication.delayed = false, or optimizer.decay instead of the scheduler"
+            )
+        if self._are_compared(self._done - self._trainer.first_step, step):
+            bounds = np.array([factor, -factor])
+            self._session.comm.allreduce(bounds, "max")
+            if bounds[0] != -bounds[1]:
+                raise UsageError(
+                    f"step {step}: the ranks have different learning rates, {-bounds[1]:g} to {bounds[0]:g} times the "
+                    "rate of the recipe; call the scheduler on all ranks, with values that are equal on all ranks"
+                )
+        exchange.rate_factor = factor
+
+    def _are_compared(self, before: int, number: int) -> bool:
+        every = self.recipe.run.sentinel_every_steps
+        return before < COMPARED_FIRST or bool(every and number % every == 0)
+
+    def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
+        trainer = self._trainer
+        if trainer.grid.size > trainer.grid.data and self._are_compared(before, number):
             compares = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)
             check_batch(trainer.comm, self.data_rank, x, y, what, looks=compares)
 

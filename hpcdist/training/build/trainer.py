@@ -158,7 +158,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of step number ``step`` (from 1). Local."""
-        return rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
+        return self.exchange.rate_factor * rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
 
     def state_bytes(self) -> int:
         """Return the number of bytes of state that this rank saves in a checkpoint. Local."""

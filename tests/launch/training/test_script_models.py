@@ -1,4 +1,4 @@
-"""Models of scripts with BatchNorm and frozen parameters under `Training`, against PyTorch in one process."""
+"""Scripts with BatchNorm, frozen parameters and schedulers under `Training`, against PyTorch in one process."""
 
 import pytest
 
@@ -110,6 +110,7 @@ import numpy as np
 import torch
 from torch import nn
 import hpcdist
+from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.pytorch import Training, load, recipe_of, wrap
 
 STEPS = 4
@@ -127,21 +128,27 @@ def train(out, strategy, pipeline, microbatches, size, mode):
     dtype, tolerance = getattr(torch, mode), 1e-10 if mode == "float64" else 1e-5
     plain = build(0).to(dtype)
     model = nn.SyncBatchNorm.convert_sync_batchnorm(build(hpcdist.init().rank).to(dtype))  # rank 0 provides the values
-    recipe = recipe_of(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)) | {
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    recipe = recipe_of(optimizer, scheduler) | {
         "parallel.strategy": strategy, "parallel.pipeline": pipeline, "parallel.microbatches": microbatches,
         "run.steps": STEPS, "run.global_batch": size, "precision.mode": mode,
     }
     x, y = batch(99, size, dtype)
-    losses = []
+    losses, logged = [], []
     with Training(wrap(model, nn.functional.mse_loss, example=x), recipe, out=out) as training:
         for step in training.steps:
             x, y = batch(step, size, dtype)
-            losses.append(training.step(x[training.share], y[training.share]))
+            mine = x[training.share]
+            losses.append(training.step(mine, y[training.share]))
+            training.log(mean=mine.mean() if len(mine) else 0, samples=len(mine))  # of all replicas
+            logged.append(x.mean().item())
         x, y = batch(99, size, dtype)
         evaluated, replicas = training.evaluate(x[training.share], y[training.share]), training.data_size
     load(model, training.parameters())
     cuts = [np.array_split(share, microbatches) for share in np.array_split(np.arange(size), replicas)]
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     expected = []
     for step in range(STEPS):
         x, y = batch(step, size, dtype)
@@ -154,8 +161,11 @@ def train(out, strategy, pipeline, microbatches, size, mode):
                 loss.backward()
                 total += loss.item()
         optimizer.step()
+        scheduler.step()
         expected.append(total)
     np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    values = side_tables.read(training.path / "metrics.h5").observed.series["logged_value[mean]"]
+    np.testing.assert_allclose(values.value, logged, rtol=tolerance)
     for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values()):
         np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance, err_msg=name)
     x, y = batch(99, size, dtype)
@@ -182,6 +192,6 @@ for number, case in enumerate(sys.argv[2:]):
         ),
     ],
 )
-def test_synchronised_batchnorm_equals_one_process(launch, tmp_path, ranks, cases):
+def test_synchronised_batchnorm_scheduler_and_log_equal_one_process(launch, tmp_path, ranks, cases):
     ended = launch(ranks, SYNCHRONISED, str(tmp_path), *cases)
     assert (ended.code, ended.stdout.count("equal")) == (0, ranks * len(cases)), ended.output
