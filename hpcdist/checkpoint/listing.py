@@ -23,11 +23,12 @@ from hpcdist.checkpoint.directory import Retention, loss_of
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, INDEX_FILE, Manifest, StoredPiece
 from hpcdist.checkpoint.shard import READ_BYTES, BlockReader, size_mismatch
-from hpcdist.errors import StorageError
+from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting.regular import open_regular
 from hpcdist.reporting.units import counted
 
 PARAMETERS: Final = "parameters"
+AVERAGES: Final = "optimizer.ema"  # moving averages of the parameters
 COMPLETE: Final = "complete"
 UNFINISHED: Final = "unfinished"
 DAMAGED: Final = "damaged"
@@ -42,6 +43,7 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    source: str = ""  # kind to read, if it differs from ``kind``
 
     @property
     def size(self) -> int:
@@ -121,10 +123,24 @@ def load_usable(path: Path) -> Manifest:
     return listed.manifest
 
 
-def load_parameters(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``, reduced to the model parameters. Raises StorageError."""
+def load_parameters(path: Path, *, averaged: bool = False) -> Manifest:
+    """Return the manifest of the checkpoint at ``path``, reduced to the model parameters. Raises StorageError.
+
+    ``averaged``: True for the moving average of the parameters. Raises UsageError if the checkpoint has no average.
+    """
     loaded = manifest.load(path)
-    return replace(loaded, pieces=tuple(entry for entry in loaded.pieces if entry.kind == PARAMETERS), unused=())
+    kind = kind_of_parameters(loaded, averaged)
+    return replace(loaded, pieces=tuple(entry for entry in loaded.pieces if entry.kind == kind), unused=())
+
+
+def kind_of_parameters(loaded: Manifest, averaged: bool) -> str:
+    """Return the tensor kind of the parameters, or of their moving average if ``averaged``. Raises UsageError."""
+    if averaged and not any(entry.kind == AVERAGES for entry in loaded.pieces):
+        raise UsageError(
+            "the checkpoint has no moving average of the parameters; leave out --averaged, or train with "
+            "optimizer.ema_decay above 0"
+        )
+    return AVERAGES if averaged else PARAMETERS
 
 
 def select(path: Path) -> Path:

@@ -28,6 +28,11 @@ set_option = click.option(
 )
 
 
+averaged_option = click.option(
+    "--averaged", is_flag=True, help="Use the moving average of the parameters (optimizer.ema_decay)."
+)
+
+
 def stacked(*options: Decorator) -> Decorator:
     """Return a decorator that applies the click decorators ``*options`` to a command, in the order of the help text."""
 

@@ -12,6 +12,7 @@ import click
 from hpcdist.cli.common import (
     COUNT,
     PATH,
+    averaged_option,
     existing_run_argument,
     json_option,
     recipe_argument,
@@ -131,8 +132,9 @@ def check_can_grow(run_dir: Path) -> None:
 @click.command()
 @existing_run_argument
 @click.option("--trust", is_flag=True, help="Execute the recipe's model.factory even if its file is new or changed.")
+@averaged_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
+def evaluate(run_dir: Path, trust: bool, averaged: bool, as_json: bool) -> None:
     """Print the validation loss of the newest checkpoint in RUN_DIR. All ranks of the launcher share the work.
 
     If model.kind = 'import', the user's file that creates the model is executed. If this file is new or changed since
@@ -143,7 +145,7 @@ def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
     from hpcdist.training.inference import InspectionSession
 
     with InspectionSession(run_dir) as look:
-        trained = look.load(trust)
+        trained = look.load(trust, averaged=averaged)
         figures = {"steps": trained.steps, "val_loss": trained.validation_loss()}
         unit = loss_unit(trained.recipe.model.kind, trained.model.tokens_per_sample)
     if look.session.comm.rank == 0:
@@ -161,12 +163,14 @@ def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
 @click.option("--temperature", default=0.8, type=click.FloatRange(min=0.0), help="Sampling temperature; 0: greedy.")
 @click.option("--top-k", default=0, type=click.IntRange(min=0), help="Sample only from the k likeliest bytes; 0: all.")
 @click.option("--seed", default=0, type=click.IntRange(min=0), help="Random seed.")
-def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+@averaged_option
+def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, averaged: bool) -> None:
     """Generate text with the model in RUN_DIR. The model must be a GPT trained on bytes (model.vocabulary = 256)."""
     from hpcdist.training import inference
 
     try:
-        for part in inference.sample(run_dir, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed):
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "averaged": averaged}
+        for part in inference.sample(run_dir, prompt, tokens, **options):
             sys.stdout.write(part)
             sys.stdout.flush()
     except BrokenPipeError:

@@ -25,6 +25,10 @@ Sums: TypeAlias = np.ndarray | None  # partial norms, summed over the ranks; Non
 Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, or options of all tensors on a GPU
 
 
+BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in the cache of a core
+AVERAGE: Final = "ema"  # name of the state vector with the moving average of the weights
+
+
 class SegmentWise(ABC):
     """Base class of optimizers for ``parts``, the ranges of the flat parameter vector that this rank owns.
 
@@ -60,7 +64,8 @@ class SegmentWise(ABC):
         make = make_slot or (
             lambda name: FlatStore(layout, self.dtype, parts, on=on, category="optimizer", ledger=ledger)
         )
-        self.slots = {name: make(name) for name in self._slots_of(config)}
+        averages = (AVERAGE,) if config.ema_decay else ()
+        self.slots = {name: make(name) for name in (*self._slots_of(config), *averages)}
         self._total_steps = total_steps
         self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
         self._groups = grouped(config, layout)
@@ -99,15 +104,32 @@ class SegmentWise(ABC):
         # Float64 sums or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.exact`.
         return to_host(self._norms.sums()).copy()
 
-    @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Complete an update: change the weights ``master`` in the flat range ``piece``.
+        """Complete an update: change the weights ``master`` in the flat range ``piece``, and their moving average.
 
         ``direction``: store that the method `direction` got as ``gradient``; `apply` may overwrite the content.
         ``working``: store for the rounded weights, or None. ``norms``: sum over the ranks of `partial_norms`, or None.
         """
+        self._apply(piece, master, direction, working, norms)
+        if AVERAGE in self.slots:
+            self._average(piece, master)
+
+    def _average(self, piece: Range, master: FlatStore) -> None:
+        # average <- decay average + (1 - decay) weights, from the weights of the first update on, as PyTorch's
+        # AveragedModel with get_ema_multi_avg_fn(decay).
+        for block in cut(piece, BLOCK) if not is_device(master.array) else (piece,):
+            average, weights = self.slots[AVERAGE].range(block), master.range(block)
+            if self.count == 1:
+                average[...] = weights
+            else:
+                change = weights - average
+                change *= self.dtype.type(1.0 - self.config.ema_decay)
+                average += change
+
+    @abstractmethod
+    def _apply(self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy, norms: Sums) -> None: ...
 
     def state(self) -> dict[str, float]:
         """Return {"count": number of updates}, to save in a checkpoint in addition to the state vectors."""
@@ -170,9 +192,6 @@ def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup
     return group_of
 
 
-BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in the cache of a core
-
-
 class ElementWise(SegmentWise):
     """Base class of optimizers that update each element separately, such as AdamW and SGD."""
 
@@ -196,9 +215,7 @@ class ElementWise(SegmentWise):
             for _, spec, where in self._tensors(piece):
                 self._direction(where, master.range(where), gradient.range(where), scale, self._decay(spec))
 
-    def apply(
-        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
-    ) -> None:
+    def _apply(self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy, norms: Sums) -> None:
         assert master.dtype == self.dtype, f"the master weights are {master.dtype}, expected {self.dtype}"
         common_rate = self.learning_rate
         if is_device(direction.array) and not self._before:  # one kernel for all tensors
@@ -288,9 +305,7 @@ class LayerWise(SegmentWise):
         sums[[not segment.spec.adapted for segment in self.layout.segments]] = 0  # GPU kernels sum all tensors
         return sums
 
-    def apply(
-        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
-    ) -> None:
+    def _apply(self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy, norms: Sums) -> None:
         assert norms is not None, "the reduced partial norms are missing"
         if is_device(direction.array):
             copy = None if working is None else working.range(piece)

@@ -98,6 +98,9 @@ class OptimizerConfig:
     decay: Decay = key("cosine", "Shape of the learning rate decay after the warm-up.", choices=get_args(Decay))
     final_fraction: float = key(0.1, "Learning rate at the last step, as a fraction of the peak.", ge=0, le=1)
     power: float = key(1.0, "Exponent of the polynomial decay.", gt=0)
+    ema_decay: float = key(
+        0.0, "Decay rate of the moving average of the parameters over the updates. 0: no average is kept.", ge=0, lt=1
+    )
     groups: tuple[str, ...] = key(
         (), 'Options for some tensors, as ["*.bias: weight_decay=0.0 rate_factor=2.0"]. The first match counts.'
     )

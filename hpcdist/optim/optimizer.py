@@ -108,8 +108,7 @@ class Sgd(ElementWise):
         return self.slot_names if config.momentum else ()
 
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        momentum = self.slots["momentum"].range(where) if self.slots else None
-        if momentum is None:
+        if not self.config.momentum:
             kernels.scale_in_place(gradient, scale)
             if decay:
                 gradient += weights.dtype.type(decay) * weights
@@ -117,7 +116,7 @@ class Sgd(ElementWise):
         kernels.momentum_direction(
             weights,
             gradient,
-            momentum,
+            self.slots["momentum"].range(where),
             scale=scale,
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,
@@ -127,7 +126,7 @@ class Sgd(ElementWise):
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
-        if not self.slots:
+        if not self.config.momentum:
             fused.sgd(weights, gradient, scale=self._scale, rate=rate, decay=decay, working=working)
             return
         fused.momentum(
@@ -213,6 +212,12 @@ class Lars(LayerWise):
 
 OPTIMIZERS: Final[dict[str, type[SegmentWise]]] = {"adamw": AdamW, "lamb": Lamb, "lars": Lars, "sgd": Sgd}
 Optimizer: TypeAlias = SegmentWise | WrappedOptimizer
+
+
+def state_vectors(config: OptimizerConfig) -> int:
+    """Return the number of values per parameter that the optimizer of ``config`` keeps as its state."""
+    moments = len(OPTIMIZERS[config.name].slot_names) if config.name != "sgd" or config.momentum else 0
+    return moments + bool(config.ema_decay)
 
 
 def build(

@@ -169,6 +169,7 @@ RULES: Final = (
         "the gradient of the tied tensor is complete only at the end of a step",
         "use at least 2 data ranks, or set one of the two keys to 0 or false",
     ),
+    rule("optimizer.ema_decay with own steps", "replicas differ, so no rank has the parameters to average", LOCK_STEP),
     # ZeRO
     *each_of(
         "zero.* with parallel.pipeline>1", UNBUILT, "offload_optimizer", "offload_parameters", "shared_parameters"

@@ -4,11 +4,13 @@ The console prints at most one line per kind of anomaly in `ANOMALY_QUIET_NS`. U
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.errors import UsageError
 from hpcdist.telemetry.anomalies import DATA_SECONDS, KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.event_stream import EventStream, RunInfo, StreamSink
@@ -26,6 +28,16 @@ _OF_RANKS: Final = {
     "communication_s": "communication_seconds",
     "update_s": "update_seconds",
 }
+
+
+def logged_number(name: str, value: Any) -> float:
+    """Return ``value``, which a script logs as ``name``, as a float. Raises UsageError if it is not one number."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value)  # arrays and tensors have ``item``
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"log: {name} is a {type(value).__name__}, not a number; pass a number or a tensor with one element"
+        ) from None
 
 
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
@@ -95,6 +107,18 @@ class StepEvents:
         """Add an event, without its NaN and infinite values. ``**more``: other fields of `RunEvent`."""
         valid = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
         self._events.append(RunEvent(kind, step, valid, **more))
+
+    def log(self, step: int, rows: Sequence[tuple[float, Mapping[str, float]]]) -> None:
+        """Add the values that a script logged for ``step``: the mean over the rows that have a value, by name.
+
+        ``rows``: pairs (weight, {name: value}). Weights that sum to 0 are not used.
+        """
+        figures = {}
+        for name in dict.fromkeys(name for _, values in rows for name in values):
+            weights, values = zip(*((weight, row[name]) for weight, row in rows if name in row), strict=True)
+            figures[quantities.key("logged_value", name)] = fmean(values, weights if sum(weights) > 0 else None)
+        if figures:
+            self.add("logged", step, figures)
 
     def row(self, row: StepRow) -> None:
         """Add the measurements of a step. `publish` derives its figures. Rows must be added in order."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 
 from hpcdist.comm.mpi.world import World
 from hpcdist.comm.record.clock_offsets import HostClocks
@@ -28,11 +27,11 @@ from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.event_stream import run_info
-from hpcdist.telemetry.metrics import observations, quantities, side_tables
+from hpcdist.telemetry.metrics import observations, side_tables
 from hpcdist.telemetry.metrics.quantities import StepRow
 from hpcdist.telemetry.metrics.row_channel import RowChannel
 from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE, PER_RANK, MetricsWriter
-from hpcdist.telemetry.step_events import StepEvents
+from hpcdist.telemetry.step_events import StepEvents, logged_number
 from hpcdist.torch import activity
 from hpcdist.torch.activity import Activities
 from hpcdist.training.observe.energy import EnergyRecorder
@@ -246,10 +245,7 @@ class _RowWriter:
             self._events.hold_up(step + 1)
             file.evaluation(step, statistics.mean(losses))
             self._events.add("evaluation", step, {"validation_loss_nats": statistics.mean(losses)})
-        names = dict.fromkeys(name for row in rows for name in row.figures)
-        means = {name: statistics.mean([row.figures[name] for row in rows if name in row.figures]) for name in names}
-        if means:
-            self._events.add("logged", step, {quantities.key("logged_value", name): means[name] for name in means})
+        self._events.log(step, [(1.0, row.figures) for row in rows])
 
     def _add_step(self, file: MetricsWriter, step: int, ranks: Mapping[int, LoggedRow]) -> None:
         rows = [*ranks.values()]
@@ -364,24 +360,15 @@ def log(
     if not _recorders:
         return
     row = LoggedRow(
-        int(_number("step", step)),
+        int(logged_number("step", step)),
         time.time_ns(),
-        None if loss is None else _number("loss", loss),
-        _number("samples", samples),
-        _number("learning_rate", learning_rate),
-        _number("validation_loss", validation_loss),
-        {name: _number(name, value) for name, value in figures.items()},
+        None if loss is None else logged_number("loss", loss),
+        logged_number("samples", samples),
+        logged_number("learning_rate", learning_rate),
+        logged_number("validation_loss", validation_loss),
+        {name: logged_number(name, value) for name, value in figures.items()},
     )
     _recorders[0].add(row)
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(
-            f"log: {name} is a {type(value).__name__}, not a number; pass a number or a tensor with one element"
-        ) from None
 
 
 @contextmanager

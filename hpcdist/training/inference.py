@@ -22,7 +22,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
-from hpcdist.checkpoint.listing import PARAMETERS
+from hpcdist.checkpoint.listing import AVERAGES, PARAMETERS
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.collectives import SHARDED, allreduce
@@ -133,11 +133,14 @@ class TrainedModel:
         return float(sums[0] / sums[1]) if sums[1] else float("nan")
 
 
-def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
+def load(
+    comm: Communicator, path: Path, recipe: Recipe, trust: bool = False, *, averaged: bool = False
+) -> TrainedModel:
     """Restore the model of run directory ``path`` from the newest checkpoint with intact parameters. Collective.
 
-    ``recipe``: recipe of the run. ``trust``: True to execute the model factory file even after a change. Raises
-    StorageError if no checkpoint is intact, and UsageError if the factory file has changed and ``trust`` is False.
+    ``recipe``: recipe of the run. ``trust``: True to execute the model factory file even after a change. ``averaged``:
+    True for the moving average of the parameters. Raises StorageError if no checkpoint is intact, and UsageError if
+    the factory file has changed and ``trust`` is False, or if there is no average.
     """
     if recipe.model.kind == "given":
         raise UsageError(
@@ -145,16 +148,20 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
             "Evaluate it in that script, or train with model.kind = 'import' and model.factory = 'file.py:function'"
         )
     newest = newest_complete(path, comm)
-    return from_newest_intact(path, comm, newest, lambda checkpoint: _loaded(comm, path, checkpoint, recipe, trust))
+    return from_newest_intact(
+        path, comm, newest, lambda checkpoint: _loaded(comm, path, checkpoint, recipe, trust, averaged)
+    )
 
 
-def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Recipe, trust: bool) -> TrainedModel:
+def _loaded(
+    comm: Communicator, path: Path, checkpoint: Path | None, recipe: Recipe, trust: bool, averaged: bool
+) -> TrainedModel:
     if checkpoint is None:
         raise StorageError(
             f"{path} holds no valid checkpoint; finish the training in this run directory first (a training saves a "
             "checkpoint at its end)"
         )
-    stored = on_first_rank(comm, lambda: listing.load_parameters(checkpoint))
+    stored = on_first_rank(comm, lambda: listing.load_parameters(checkpoint, averaged=averaged))
     scalars = scalars_of(checkpoint, stored)
     lacking = [name for name in ("steps", "data") if name not in scalars]
     if lacking:
@@ -167,9 +174,9 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
     _check_shapes(checkpoint, model, stored)
     ledger = Ledger()
     parameters = FlatStore(model.layout, model.dtype, on=recipe.run.device, ledger=ledger)
-    sharding = SHARDED["native"]
+    sharding, kind = SHARDED["native"], AVERAGES if averaged else PARAMETERS
     shares = sharding.shares(comm, parameters.size, parameters.dtype.itemsize)
-    restore_together(comm, checkpoint, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
+    restore_together(comm, checkpoint, pieces_of({kind: parameters}, [shares[comm.rank]]))
     sharding.all_gather(comm, parameters.array, shares)
     if recipe.precision.working is not None:  # the run computed with rounded parameters, also its validation loss
         working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)
@@ -244,9 +251,9 @@ class InspectionSession:
         self._records = _folder_for_records(self.session.comm, path)
         self.session.record(self._records, communication.deadline_s)
 
-    def load(self, trust: bool = False) -> TrainedModel:
-        """Load the newest intact model. ``trust``: True to execute a model factory that has changed. Collective."""
-        return load(self.session.comm, self.path, self.recipe, trust)
+    def load(self, trust: bool = False, *, averaged: bool = False) -> TrainedModel:
+        """Load the newest intact model, as `load` does. Collective."""
+        return load(self.session.comm, self.path, self.recipe, trust, averaged=averaged)
 
     def __enter__(self) -> Self:
         return self
@@ -272,10 +279,12 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
     return folder
 
 
-def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
+def sample(
+    path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int, averaged: bool = False
+) -> Iterator[str]:
     """Yield ``prompt``, and then ``tokens`` tokens of text from the model in the run directory ``path``.
 
-    Ranks above 0 yield nothing.
+    ``averaged``: True for the moving average of the parameters. Ranks above 0 yield nothing.
     """
     variables = environment.launch_environment()
     if variables is not None and variables.rank:
@@ -295,7 +304,7 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
         start_of = np.frombuffer(prompt.encode(), np.uint8)
         if not start_of.size:
             raise UsageError("the prompt is empty; give at least one character with --prompt")
-        logits = look.load().logits
+        logits = look.load(averaged=averaged).logits
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         yield prompt
         for token in generate(logits, start_of, tokens, context, temperature=temperature, top_k=top_k, seed=seed):

@@ -21,12 +21,12 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from hpcdist.adapters.torch.model import DEFAULTS
+from hpcdist.adapters.torch.model import DEFAULTS, OptimizerKeys
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.listing import AVERAGES, PARAMETERS
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.failure import failfast
@@ -41,9 +41,10 @@ from hpcdist.reporting.rules import written
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.schedule.replica_check import check_batch
 from hpcdist.strategies.schedule.stages import MicroBatch
+from hpcdist.telemetry.step_events import logged_number
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
-from hpcdist.training.build.trainer import STATISTICS
+from hpcdist.training.build.trainer import statistic_pieces, statistics_of
 from hpcdist.training.data import SampleOrder, own_samples
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
@@ -85,6 +86,7 @@ class Training:
         out, resume = _where(out, resume, {RESUME: os.environ.get(RESUME, "")} if self._is_part else os.environ)
         self.recipe = _recipe_of(recipe, model)
         self._model = model
+        self._optimizer: OptimizerKeys | None = recipe.get(DEFAULTS) if isinstance(recipe, Mapping) else None
         lock = RunLock()
         # If a rank of a part exits at once, the launcher ends the other ranks, which may have something to save.
         callbacks = () if self._is_part else (lock.release, failfast.note_end)
@@ -119,9 +121,11 @@ class Training:
         self._open.enter_context(self._loop.energy.monitor.window("training"))
         self._loop.begin()
         self._done, self._ended, self._evaluations = self._trainer.first_step, False, 0
+        if self._optimizer is not None:
+            self._optimizer.advance(self._done)
         self._left_ns = now_ns()
         if self._trainer.exchange.traits.gathers or self._trainer.grid.pipeline > 1:
-            for stage in model.stages:
+            for stage in self._trainer.model.stages:  # which may be copies of the script's stages
                 if hasattr(stage, "guard"):
                     stage.guard("this rank holds its parameters only during a step; use `training.evaluate`")
         self._pid = os.getpid()
@@ -131,8 +135,11 @@ class Training:
         comm, recipe = self._session.comm, self.recipe
         stages: list[Any] = [stage for stage in model.stages if hasattr(stage, "share_untrained")]
         shapes = [[(key, tuple(one.shape), str(one.dtype)) for key, one in s.untrained().items()] for s in stages]
+        shapes += [stage.synchronised() for stage in stages]
         if any(other != shapes for other in comm.allgather_object(shapes)):
-            raise UsageError("the ranks have buffers or frozen parameters of different names, shapes or types")
+            raise UsageError(
+                "the ranks have buffers, frozen parameters or SyncBatchNorm modules of different names, shapes or types"
+            )
         for stage in stages:
             stage.share_untrained(comm.broadcast)
         again = recipe.parallel.recompute or recipe.run.recomputes or recipe.parallel.partition == "measured"
@@ -223,9 +230,12 @@ class Training:
                 "the step"
             )
         self._compare(f"step {self._done + 1}", x, y, self._done - self._trainer.first_step, self._done + 1)
+        self._set_rate()
         self._loop.instrumentation.waited(self._left_ns)  # the script's time between steps counts as time for data
         self._loop.step(self._done + 1, (x, y))
         self._done += 1
+        if self._optimizer is not None:
+            self._optimizer.advance()
         self._left_ns = now_ns()
         if self._loop.outcome.stop_request is not None:
             self.close()
@@ -251,6 +261,18 @@ class Training:
         self._loop.metrics.evaluated(self._done, loss)
         return loss
 
+    def log(self, *, samples: float = 1.0, **values: Any) -> None:
+        """Record ``values`` by name, such as ``accuracy=0.9``, for the last completed step. Local.
+
+        The run stores the mean over the ranks that log a value, with the weights ``samples``. Values are numbers, or
+        tensors with one element. Raises UsageError for other values, and after the end of the run.
+        """
+        weight = logged_number("samples", samples)
+        if self._ended or not 0 <= weight < float("inf"):
+            fault = "the run has ended" if self._ended else f"samples = {samples}, expected a number of at least 0"
+            raise UsageError(f"log: {fault}; call training.log after a step, and before training.close")
+        self._loop.metrics.log(self._done, weight, {name: logged_number(name, one) for name, one in values.items()})
+
     def close(self) -> None:
         """Save a checkpoint, report the results, and close the files. Do not call `step` afterwards. Collective."""
         if self._ended:
@@ -267,24 +289,21 @@ class Training:
             self._stop_requests.ignore()
         self._session.comm.barrier()  # all files are complete before any rank reads them
 
-    def parameters(self) -> dict[str, np.ndarray]:
+    def parameters(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
         """Close the training. Return {"LAYER.NAME": copy of the final parameter}. Collective; local after `close`.
 
+        ``averaged``: True for the moving average of the parameters. Raises UsageError without ``optimizer.ema_decay``.
         The running statistics of BatchNorm are restored in the modules.
         """
+        if averaged and not self.recipe.optimizer.ema_decay:
+            raise UsageError("the run keeps no moving average of the parameters; set optimizer.ema_decay above 0")
         self.close()
         path = self._loop.outcome.checkpoint
         assert path is not None, "close() saves a checkpoint"
         model = self._trainer.model
         store = FlatStore(model.layout, self._trainer.context.master_dtype)
-        statistics = {
-            f"{stage.layer}.{name}": values
-            for stage in model.stages
-            if hasattr(stage, "statistics")
-            for name, values in stage.statistics().items()
-        }
-        pieces = [Piece.whole(STATISTICS, name, values) for name, values in statistics.items()]
-        restore(path, [*pieces_of({"parameters": store}, store.parts), *pieces])
+        pieces = statistic_pieces(statistics_of(model.stages))
+        restore(path, [*pieces_of({AVERAGES if averaged else PARAMETERS: store}, store.parts), *pieces])
         return {segment.key: store.view(segment.key).copy() for segment in model.layout.segments}
 
     def __enter__(self) -> Self:
@@ -325,11 +344,32 @@ class Training:
                 )
         return x, y
 
-    def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
-        if trainer.grid.size == trainer.grid.data:
+    def _set_rate(self) -> None:
+        if self._optimizer is None:
             return
-        if before < COMPARED_FIRST or (every and number % every == 0):
+        factor, exchange, step = self._optimizer.rate_factor(), self._trainer.exchange, self._done + 1
+        if factor != 1 and exchange.traits.alternates:
+            raise UsageError(
+                f"step {step}: the optimizer's learning rate has changed, but communication.delayed applies a gradient "
+                "one step late; set communication.delayed = false, or optimizer.decay instead of the scheduler"
+            )
+        if self._are_compared(self._done - self._trainer.first_step, step):
+            bounds = np.array([factor, -factor])
+            self._session.comm.allreduce(bounds, "max")
+            if bounds[0] != -bounds[1]:
+                raise UsageError(
+                    f"step {step}: the ranks have different learning rates, {-bounds[1]:g} to {bounds[0]:g} times the "
+                    "rate of the recipe; call the scheduler on all ranks, with values that are equal on all ranks"
+                )
+        exchange.rate_factor = factor
+
+    def _are_compared(self, before: int, number: int) -> bool:
+        every = self.recipe.run.sentinel_every_steps
+        return before < COMPARED_FIRST or bool(every and number % every == 0)
+
+    def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
+        trainer = self._trainer
+        if trainer.grid.size > trainer.grid.data and self._are_compared(before, number):
             compares = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)
             check_batch(trainer.comm, self.data_rank, x, y, what, looks=compares)
 

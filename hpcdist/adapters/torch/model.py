@@ -6,9 +6,9 @@ The modules' parameters and gradients are in the memory of the training run.
 """
 
 import glob
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -33,10 +33,70 @@ SAME_NAME: Final = ("betas", "eps", "momentum", "nesterov", "alpha")  # options 
 Setting = tuple[float | None, float]  # (weight decay, or None for the default; factor of the learning rate)
 
 
-def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
+class OptimizerKeys:
+    """Recipe keys that reproduce a PyTorch ``optimizer``, and the current factor of its learning rates. Local."""
+
+    def __init__(
+        self, optimizer: "torch.optim.Optimizer", scheduler: "torch.optim.lr_scheduler.LRScheduler | None"
+    ) -> None:
+        self._optimizer, self._scheduler, self._kind = optimizer, scheduler, type(optimizer).__name__
+        self._base: list[dict[str, Any]] = []  # options of each group in the recipe
+
+    def __call__(self, model: Model) -> dict[str, Any]:
+        """Return the recipe keys for ``model``. Raises ConfigurationError if tensors are missing or unknown."""
+        # A scheduler may have changed ``lr`` already, for example at the start of a warm-up.
+        groups = [group | {"lr": float(group.get("initial_lr", group["lr"]))} for group in self._optimizer.param_groups]
+        self._base = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return _keys(self._kind, groups, model)
+
+    def advance(self, steps: int = 1) -> None:
+        """Call the ``step`` method of the scheduler, if there is one, ``steps`` times."""
+        self._note_step()
+        if self._scheduler is not None:
+            for _ in range(steps):
+                self._scheduler.step()
+
+    def rate_factor(self) -> float:
+        """Return the factor by which a scheduler has changed the learning rates. Raises UsageError for other changes.
+
+        All groups must have the same factor, because the recipe has one learning rate.
+        """
+        factors = set()
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
+            changed = [name for name in (*SAME_NAME, "weight_decay") if group.get(name) != base.get(name)]
+            if changed:
+                before, now = base.get(changed[0]), group.get(changed[0])
+                raise UsageError(
+                    f"{changed[0]} of the optimizer changed from {before} to {now}, but only lr may change during a "
+                    "training; pass cycle_momentum=False to OneCycleLR and CyclicLR"
+                )
+            rate = float(group["lr"])
+            if not 0 <= rate < math.inf or (rate and not base["lr"]):
+                raise UsageError(
+                    f"the optimizer has a group with lr = {rate}, which began with lr = {base['lr']}; a rate must be "
+                    "finite and at least 0, and a rate of 0 cannot change"
+                )
+            factors |= {rate / base["lr"]} if base["lr"] else set()
+        least, most = min(factors, default=1.0), max(factors, default=1.0)
+        if not math.isclose(least, most, rel_tol=1e-9):
+            raise UsageError(
+                f"the learning rates of the optimizer's groups have changed by different factors, {least:g} to "
+                f"{most:g}; use a scheduler that scales all groups alike"
+            )
+        return least
+
+    def _note_step(self) -> None:
+        # Schedulers warn if the step of the optimizer, which `Training.step` replaces, was not called before theirs.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def recipe_of(
+    optimizer: "torch.optim.Optimizer", scheduler: "torch.optim.lr_scheduler.LRScheduler | None" = None
+) -> dict[str, Any]:
     """Return a dict of recipe settings that reproduce the updates of the PyTorch ``optimizer``. Local.
 
-    The recipe keeps the learning rates constant. Raises ConfigurationError for unsupported optimizers or options.
+    `Training.step` uses the current learning rates of the optimizer. After a step it calls ``scheduler.step()``, and
+    after a resume once for each completed step. Raises ConfigurationError for unsupported optimizers or options.
     """
     # Adam and RMSprop must have no weight decay, and RMSprop no momentum. Groups may differ in rate and decay.
     kind, groups = type(optimizer).__name__, optimizer.param_groups
@@ -47,7 +107,14 @@ def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
         )
     for group in groups:
         _check_group(kind, group, groups[0])
-    return {DEFAULTS: partial(_keys, kind, groups)}
+    if scheduler is not None and (
+        scheduler.optimizer is not optimizer or isinstance(scheduler, library().optim.lr_scheduler.ReduceLROnPlateau)
+    ):
+        raise ConfigurationError(
+            f"the {type(scheduler).__name__} given to recipe_of is a scheduler of another optimizer, or needs a loss; "
+            "leave it out, and call its `step` in the script: `Training.step` uses the learning rates of the optimizer"
+        )
+    return {DEFAULTS: OptimizerKeys(optimizer, scheduler)}
 
 
 def _check_group(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcdist.adapters.torch.arrays import library, tensor_of
+from hpcdist.adapters.torch.batchnorm import check_replaceable
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.stage import Gradients, Parameters
@@ -61,10 +62,19 @@ class StageModules:
 
     def statistics(self) -> dict[str, "torch.Tensor"]:
         """Return {qualified name: buffer} of the running statistics of BatchNorm and InstanceNorm modules."""
-        norm = library().nn.modules.batchnorm._NormBase
+        norms = self._inner(library().nn.modules.batchnorm._NormBase)
+        return {key: buffer for name, inner in norms.items() for key, buffer in inner.named_buffers(name)}
+
+    def synchronised(self) -> dict[str, "torch.nn.Module"]:
+        """Return {qualified name: module} of the SyncBatchNorm modules. Raises UsageError for unsupported ones."""
+        modules = self._inner(library().nn.SyncBatchNorm)
+        for name, module in modules.items():
+            check_replaceable(name, module)
+        return modules
+
+    def _inner(self, kind: "type[torch.nn.Module]") -> dict[str, "torch.nn.Module"]:
         inner_modules = (pair for prefix, module in self.modules for pair in module.named_modules(prefix=prefix))
-        norms = [(name, inner) for name, inner in inner_modules if isinstance(inner, norm)]
-        return {key: buffer for name, inner in norms for key, buffer in inner.named_buffers(name)}
+        return {name: inner for name, inner in inner_modules if isinstance(inner, kind)}
 
     def __str__(self) -> str:
         return " + ".join(f"{prefix or 'module'} ({type(module).__name__})" for prefix, module in self.modules)

@@ -1,8 +1,9 @@
 """User modules as a `hpcdist.models.stage.Stage`: forward keeps PyTorch's graph, and backward runs the graph."""
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcdist.adapters.torch.arrays import (
@@ -15,6 +16,7 @@ from hpcdist.adapters.torch.arrays import (
     tensor_of,
 )
 from hpcdist.adapters.torch.attention import CURRENT, SampleCut
+from hpcdist.adapters.torch.batchnorm import StatisticsAxis, synchronised
 from hpcdist.adapters.torch.modules import ParameterBinding, StageModules
 from hpcdist.arrays.backend import Array, ArrayGroup, arrays_in
 from hpcdist.arrays.layout import TensorSpec
@@ -50,6 +52,8 @@ class TorchStage:
         self.takes_several = layer == 0
         self._inside = False  # True during a pass of the run
         self._cut: SampleCut | None = None
+        self._synchronised = cut.synchronised()
+        self._statistics_axis: StatisticsAxis | None = None  # None: one replica
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
@@ -64,6 +68,21 @@ class TorchStage:
             other._output = (cut.tokens, *self._output[1:])
         other._cut = cut
         return other
+
+    def in_replicas(self, axis: StatisticsAxis) -> "TorchStage":
+        """Return a copy of this stage whose SyncBatchNorm modules use the statistics of all ranks of ``axis``."""
+        other = copy.copy(self)
+        other._statistics_axis = axis
+        return other
+
+    @property
+    def attends(self) -> bool:
+        """True if a replica must run training passes of the stage even if a micro-batch has no samples."""
+        return self._statistics_axis is not None and bool(self._synchronised)
+
+    def synchronised(self) -> list[str]:
+        """Return a list of the names of the SyncBatchNorm modules."""
+        return list(self._synchronised)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self._specs
@@ -145,12 +164,9 @@ class TorchStage:
                 )
             if self.layer > 0:
                 x.grad = None
-            before = CURRENT.set(self._cut)  # modules may recompute activations
-            try:
-                with self.binding.collect(self.modules, gradients) as written:
-                    y.backward(tensor_of(dy))
-            finally:
-                CURRENT.reset(before)
+            # Modules may recompute activations.
+            with self._on_axes(), self.binding.collect(self.modules, gradients) as written:
+                y.backward(tensor_of(dy))
             self._check_written(written)
             if self.layer == 0:
                 return None
@@ -195,12 +211,30 @@ class TorchStage:
                 return self._run(x)
 
     def _run(self, x: "Inputs") -> "torch.Tensor":
-        self._inside, before = True, CURRENT.set(self._cut)
+        self._inside = True
         try:
-            return self._through(x)
+            with self._on_axes():
+                return self._through(x)
+        except RuntimeError as error:
+            if len(x):
+                raise
+            raise UsageError(
+                f"stage {self.layer}, {self.name}, cannot run without samples: {error}. SyncBatchNorm modules take "
+                "part in the statistics of all replicas even if this replica has no samples for a micro-batch; give "
+                "each replica at least parallel.microbatches samples of a step"
+            ) from error
+        finally:
+            self._inside = False
+
+    @contextlib.contextmanager
+    def _on_axes(self) -> Iterator[None]:
+        # Modules inside use the tokens of all context ranks and the statistics of all replicas.
+        before = CURRENT.set(self._cut)
+        try:
+            with synchronised(tuple(self._synchronised.values()), self._statistics_axis):
+                yield
         finally:
             CURRENT.reset(before)
-            self._inside = False
 
     def _through(self, x: "Inputs") -> "torch.Tensor":
         before = [constant._version for constant in self._constants.values()]

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor, stored_tensors
+from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor, kind_of_parameters, stored_tensors
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError, UsageError
@@ -49,12 +49,18 @@ def export_metadata(loaded: Manifest) -> str:
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
-def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return a list of all tensors if ``optimizer``, else of the parameters. Raises UsageError if the list is empty."""
-    tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
+def tensors_to_export(loaded: Manifest, optimizer: bool, averaged: bool = False) -> list[StoredTensor]:
+    """Return a list of all tensors if ``optimizer``, else of the parameters. Raises UsageError if the list is empty.
+
+    ``averaged``: True for parameters with the values of their moving average.
+    """
+    if optimizer and averaged:
+        raise UsageError("--optimizer exports the moving average as optimizer.ema; leave out --averaged")
+    kind = kind_of_parameters(loaded, averaged)
+    tensors = stored_tensors(loaded, None if optimizer else {kind})
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")
-    return tensors
+    return [replace(tensor, kind=PARAMETERS, source=kind) for tensor in tensors] if averaged else tensors
 
 
 def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTensor, int]]) -> None:
@@ -67,7 +73,7 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
     """Return a `Piece` with all elements of ``tensor``, which ``store`` reads from a file or writes to a file."""
     elements = Range(0, tensor.size)
     array: Any = FileSlice(store, elements)
-    return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), elements, array)
+    return Piece(tensor.source or tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), elements, array)
 
 
 @contextmanager

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.cli.common import BYTE_SIZE, COUNT, DIRECTORY, FILE, PATH, json_option, run_dir_argument, set_option
+from hpcdist.cli.common import (
+    BYTE_SIZE,
+    COUNT,
+    DIRECTORY,
+    FILE,
+    PATH,
+    averaged_option,
+    json_option,
+    run_dir_argument,
+    set_option,
+)
 from hpcdist.errors import FAILURE, OK, STORAGE, StorageError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.table import aligned
@@ -26,9 +36,10 @@ def command() -> None:
 @_PATH
 @click.argument("out", type=PATH)
 @click.option("--optimizer", is_flag=True, help="Also export what a training needs to resume, such as optimizer state.")
+@averaged_option
 @click.option("--shard-bytes", type=BYTE_SIZE, default="5G", help="Maximum size of each safetensors file.")
 @json_option
-def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
+def export(path: Path, out: Path, optimizer: bool, averaged: bool, shard_bytes: int, as_json: bool) -> None:
     """Write the parameters of the checkpoint PATH, or of a run's newest checkpoint, to OUT.
 
     The suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict. If OUT is a
@@ -41,7 +52,7 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
 
     checkpoint = listing.select(path)
     loaded = listing.load_usable(checkpoint)
-    tensors = exporting.tensors_to_export(loaded, optimizer)
+    tensors = exporting.tensors_to_export(loaded, optimizer, averaged)
     out = out / "model.safetensors" if out.is_dir() or not out.suffix else out
     if out.suffix == safetensors.SUFFIX:
         files = safetensors.write(checkpoint, loaded, tensors, out, shard_bytes)

@@ -66,6 +66,7 @@ class Exchange:
     other_replicas: Sequence[tuple[Communicator, FlatStore]] = ()
     background: BackgroundCollectives | None = None
     correction: float = 1.0  # factor of this step's gradient; set before `begin_update`, whose ``scale`` includes it
+    rate_factor: float = 1.0  # factor of the scheduled learning rate; set before `begin_update`
 
     @property
     def loaded_bytes(self) -> int:
@@ -123,7 +124,7 @@ class Exchange:
 
     def begin_update(self, scale: float) -> None:
         """Start the optimizer update of a step, which multiplies gradients by ``scale``. Local."""
-        self.update.begin_update(scale)
+        self.update.begin_update(scale, self.rate_factor)
 
     def count_samples(self, local_samples: int, samples: int) -> None:
         """Record the numbers of samples in the step, in this replica and in all replicas together. Local."""

@@ -187,6 +187,11 @@ class GridCommunicators:
         """Communicator of the ranks that hold the shards of the same tensors and process the same samples."""
         return self._along("tensor")
 
+    @property
+    def statistics(self) -> "Communicator":
+        """Communicator of `replicas` for collectives inside of a stage's passes, which no other message disturbs."""
+        return self._part(self.replicas, 0, self.replicas.rank, "statistics")
+
     def experts(self, degree: int) -> "Communicator":
         """Return the communicator of the ``degree`` replicas, including this rank, that divide the experts."""
         replicas = self.replicas

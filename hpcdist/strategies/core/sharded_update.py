@@ -126,10 +126,13 @@ class ShardedUpdate:
         counts = self._sharers is None or self._sharers.rank == 0  # the caller sums the results of all ranks
         return float(exact.rounded(digits)) if counts else 0.0
 
-    def begin_update(self, scale: float) -> None:
-        """Advance the optimizer's step count. ``scale``: factor that the update applies to gradients. Local."""
+    def begin_update(self, scale: float, rate_factor: float = 1.0) -> None:
+        """Advance the optimizer's step count. Local.
+
+        ``scale``: factor that the update applies to gradients. ``rate_factor``: factor of the scheduled learning rate.
+        """
         self._scale = scale
-        self.optimizer.begin_step()
+        self.optimizer.begin_step(rate_factor)
 
     def direction(self, op: Operation) -> None:
         """Compute the optimizer's update directions for the parameters in the range of ``op``. Local."""

@@ -92,7 +92,7 @@ class DataExchange(Exchange):
     def begin_update(self, scale: float) -> None:
         scale = self.reducer.begin_update(scale, self.correction)
         self.gatherer.begin_update()
-        self.update.begin_update(scale)
+        self.update.begin_update(scale, self.rate_factor)
 
     def load_initial(self, initial: FlatStore) -> None:
         super().load_initial(initial)

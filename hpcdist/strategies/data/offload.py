@@ -34,7 +34,7 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import optimizer as optimizers
-from hpcdist.optim.base import Copy, SegmentWise, Sums, WrappedOptimizer
+from hpcdist.optim.base import AVERAGE, Copy, SegmentWise, Sums, WrappedOptimizer
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.data.config import ZeroConfig
@@ -115,7 +115,7 @@ class BlockedOptimizer(WrappedOptimizer):
         inner, self._scale = self._inner, scale
         if not inner.needs_norms:
             return
-        moved = {} if inner.slots_in_apply else self.slots
+        moved = {} if inner.slots_in_apply else {name: slot for name, slot in self.slots.items() if name != AVERAGE}
 
         def compute(block: Range, at: Mapping[str, FlatStore]) -> None:
             inner.direction(block, at[WEIGHTS], at[GRADIENT], scale)
@@ -126,7 +126,8 @@ class BlockedOptimizer(WrappedOptimizer):
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         inner = self._inner
-        moved = self.slots if inner.slots_in_apply or not inner.needs_norms else {}
+        whole = inner.slots_in_apply or not inner.needs_norms
+        moved = {name: slot for name, slot in self.slots.items() if whole or name == AVERAGE}
 
         def compute(block: Range, at: Mapping[str, FlatStore]) -> None:
             if not inner.needs_norms:

@@ -121,6 +121,7 @@ class ExpertExchange(Exchange):
 
     def begin_update(self, scale: float) -> None:
         for exchange in self.both:
+            exchange.rate_factor = self.rate_factor
             exchange.begin_update(scale)
 
     def count_samples(self, local_samples: int, samples: int) -> None:

@@ -197,7 +197,8 @@ class Stages:
     def forward(self, op: Operation) -> None:
         """Run the forward pass of layer ``op.unit`` for one micro-batch. The last layer also computes the loss."""
         if not self._has_samples(op):
-            self._attend(op)
+            if not self._ran_without_samples(op):
+                self._attend(op)
             return
         saved, at = self._saved(op), (op.microbatch, op.unit)
         dropped = at in self._dropped and not op.recompute
@@ -243,8 +244,9 @@ class Stages:
     def backward(self, op: Operation) -> None:
         """Run the backward pass of layer ``op.unit``, or the input-gradient half of a split backward pass."""
         if not self._has_samples(op):
-            self._bound.no_backward(op.unit)
-            self._attend(op)
+            if not self._ran_without_samples(op):
+                self._bound.no_backward(op.unit)
+                self._attend(op)
             return
         saved, split = self._saved(op), op.kind is Kind.BACKWARD_INPUT
         saved.scale = self._scale
@@ -285,6 +287,25 @@ class Stages:
             parameters=parameters,
             gradients=gradients,
         )
+
+    def _ran_without_samples(self, op: Operation) -> bool:
+        # Run a pass whose layer makes collectives over the replicas. Collective if it returns True.
+        stage, draw = self._model.stages[op.unit], self._draws[op.microbatch]
+        if draw is None or not getattr(stage, "attends", False):
+            return False
+        saved, parameters, operations = self._saved(op), self._bound.parameters(op.unit), self._model.operations
+        if op.kind is Kind.FORWARD:
+            saved.draw = draw
+            x = self._batches[op.microbatch][0] if op.unit == 0 else self._no_rows(op.unit - 1)
+            stage.forward(parameters, x, operations, saved)
+        else:
+            stage.backward(parameters, self._bound.gradients(op.unit), self._no_rows(op.unit), operations, saved)
+            self._bound.backward_done(op.unit)
+            saved.release()
+        return True
+
+    def _no_rows(self, unit: int) -> Array:
+        return backend.empty(0, self._model.dtype, self._context.on).reshape(self._model.stages[unit].output_shape(0))
 
     def _attend(self, op: Operation) -> None:
         # Take part in the expert-parallel collectives of a pass with an empty micro-batch. Collective.

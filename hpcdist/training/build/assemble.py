@@ -1,9 +1,12 @@
 """Assembly of a run from its recipe: grid, rank context, model, exchange, executor, operation list, data."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
 from hpcdist import collectives, models
+from hpcdist.adapters.torch.batchnorm import StatisticsAxis
+from hpcdist.adapters.torch.stage import TorchStage
 from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
@@ -22,7 +25,7 @@ from hpcdist.optim import rates
 from hpcdist.strategies import build as strategies
 from hpcdist.strategies.build import StrategySettings
 from hpcdist.strategies.compressed.registry import Compression
-from hpcdist.strategies.config import resolve_context_method
+from hpcdist.strategies.config import SUMMING, resolve_context_method
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.model import cut_context
 from hpcdist.strategies.core import mixed_precision
@@ -289,6 +292,24 @@ def _context_axis(recipe: Recipe, axes: GridCommunicators, spans: SpanSink) -> C
     return ContextAxis(axes.context, recipe.data.context, method, window=model.window, spans=spans)
 
 
+def _with_shared_statistics(model: Model, recipe: Recipe, replicas: Communicator) -> Model:
+    parallel = recipe.parallel
+    own_steps = parallel.strategy not in SUMMING or recipe.parameter_server.own_steps
+    if own_steps or recipe.run.logical_shards:
+        term = f"parallel.strategy = {parallel.strategy!r}" if own_steps else "run.logical_shards"
+        raise ConfigurationError(
+            f"SyncBatchNorm modules cannot be used with {term}: all replicas must compute each micro-batch together, "
+            "with equal parameters, and the result depends on their number; use BatchNorm modules, or "
+            + ("a strategy in which replicas sum their gradients in each step" if own_steps else "set it to 0")
+        )
+    if replicas.size == 1:
+        return model
+    shared, axis = copy.copy(model), StatisticsAxis(replicas, model.watch or NanFinder())
+    shared.stages = tuple(stage.in_replicas(axis) if isinstance(stage, TorchStage) else stage for stage in model.stages)
+    shared.clocks, shared.watch = (*model.clocks, axis.taken_s), axis.watch
+    return shared
+
+
 def _rank_context(
     session: Session,
     recipe: Recipe,
@@ -314,6 +335,8 @@ def _rank_context(
     if experts.size > 1:
         exchange = algorithm_for(experts, selection.algorithm, settled=settled, on=recipe.run.device)
         model = share_out(model, ExpertAxis(experts, exchange, model.watch or NanFinder()))
+    if computes and any(getattr(stage, "synchronised", list)() for stage in model.stages):
+        model = _with_shared_statistics(model, recipe, axes.statistics)
     plan = None
     if computes:
         plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin, documents)

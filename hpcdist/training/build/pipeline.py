@@ -17,7 +17,7 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.model import Model
-from hpcdist.optim.optimizer import OPTIMIZERS
+from hpcdist.optim.optimizer import state_vectors
 from hpcdist.reporting import regular
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
@@ -159,8 +159,7 @@ def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) ->
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working
     itemsize = master if working is None else dtype_of(working).itemsize
-    optimizer = recipe.optimizer
-    slots = len(OPTIMIZERS[optimizer.name].slot_names) if optimizer.name != "sgd" or optimizer.momentum else 0
+    slots = state_vectors(recipe.optimizer)
     stage = STAGES.get(recipe.parallel.strategy)
     degrees = ShardingDegrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
     state_bytes = StateBytes.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))

@@ -1,6 +1,6 @@
 """Trainer of a run: makes steps from the parts assembled by `hpcdist.training.build.assemble`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, cast
@@ -12,6 +12,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import loss_unit, speed_unit
 from hpcdist.models.model import Model
+from hpcdist.models.stage import Stage
 from hpcdist.optim import rates
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.core.exchange import Exchange
@@ -157,7 +158,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of step number ``step`` (from 1). Local."""
-        return rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
+        return self.exchange.rate_factor * rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
 
     def state_bytes(self) -> int:
         """Return the number of bytes of state that this rank saves in a checkpoint. Local."""
@@ -176,26 +177,17 @@ class Trainer:
 
     @cached_property
     def _statistics(self) -> dict[str, Array]:
-        # Running statistics of the BatchNorm modules of a script, by name.
         stages = [self.model.stages[unit] for unit in self.context.units] if self.context.computes else []
-        return {
-            f"{stage.layer}.{name}": values
-            for stage in stages
-            if hasattr(stage, "statistics")
-            for name, values in stage.statistics().items()
-        }
+        return statistics_of(stages)
 
     def pieces(self) -> list[Piece]:
         """Return a list of the pieces of `exchange` and of running statistics that this rank saves. Local."""
         saves = self.data_axis.rank == 0 and self.context.speaks
-        return [*self.exchange.pieces(), *(self._statistic_pieces() if saves else ())]
+        return [*self.exchange.pieces(), *(statistic_pieces(self._statistics) if saves else ())]
 
     def wanted(self) -> list[Piece]:
         """Return a list of the pieces of `exchange` and of running statistics that this rank reads. Local."""
-        return [*self.exchange.wanted(), *self._statistic_pieces()]
-
-    def _statistic_pieces(self) -> list[Piece]:
-        return [Piece.whole(STATISTICS, name, values) for name, values in self._statistics.items()]
+        return [*self.exchange.wanted(), *statistic_pieces(self._statistics)]
 
     def finish(self) -> None:
         """Apply the parameter updates that are still pending after the last step. Collective."""
@@ -210,6 +202,21 @@ class Trainer:
         self.axes.free()
         if self.axes.world is not self.comm:
             self.axes.world.free()
+
+
+def statistics_of(stages: Iterable[Stage]) -> dict[str, Array]:
+    """Return {"LAYER.NAME": array} of the running statistics of the BatchNorm modules in ``stages``. Local."""
+    return {
+        f"{stage.layer}.{name}": values
+        for stage in stages
+        if hasattr(stage, "statistics")
+        for name, values in stage.statistics().items()
+    }
+
+
+def statistic_pieces(statistics: Mapping[str, Array]) -> list[Piece]:
+    """Return a list of the checkpoint pieces of ``statistics``, a result of `statistics_of`. Local."""
+    return [Piece.whole(STATISTICS, name, values) for name, values in statistics.items()]
 
 
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:

@@ -150,6 +150,15 @@ class EventPublisher:
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
+    def logged(self, rows: Sequence[tuple[int, float, Mapping[str, float]]]) -> None:
+        """Queue the values that a script logged on all ranks: (step, weight, {name: value}). Call this on rank 0."""
+        by_step: defaultdict[int, list[tuple[float, Mapping[str, float]]]] = defaultdict(list)
+        for step, weight, values in rows:
+            by_step[step].append((weight, values))
+        assert self._events is not None
+        for step in sorted(by_step):
+            self._events.log(step, by_step[step])
+
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
         """Gather communication times, bytes and memory use of all ranks, and queue events on rank 0. Collective.
 

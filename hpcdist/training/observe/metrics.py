@@ -28,6 +28,7 @@ FLUSH_AT_LEAST_EVERY_S: Final = 60.0  # longest interval
 FLUSH_SHARE: Final = 0.004  # largest fraction of the time spent in flushes, between these intervals
 FLUSH_AT_ROWS: Final = 4096  # number of rows that triggers a flush, to bound the memory
 Append: TypeAlias = Callable[[Any, int], None]
+LoggedValues: TypeAlias = tuple[int, float, Mapping[str, float]]  # step, weight, {name: value}
 StepColumns: TypeAlias = tuple[int, float, float, int]  # step, loss, learning rate, tokens
 
 
@@ -49,6 +50,7 @@ class RunMetrics:
         self._common: list[StepColumns] = []
         self._own: list[list[float]] = []
         self._gathered: list[tuple[StepColumns, list[float]]] = []  # rows of this rank in the last flush
+        self._logged: list[LoggedValues] = []
         self._flushed = time.monotonic()
         self._costs_s: deque[float] = deque(maxlen=5)  # durations of the last flushes on this rank
 
@@ -62,6 +64,10 @@ class RunMetrics:
         self._common.append((step, loss, learning_rate, tokens))
         figures = {**seconds, "sent_bytes": sent_bytes}
         self._own.append([figures[name] for name in PER_RANK])
+
+    def log(self, step: int, weight: float, values: Mapping[str, float]) -> None:
+        """Add ``values`` {name: value} of a user's script after ``step``, with ``weight`` in the mean. Local."""
+        self._logged.append((step, weight, values))
 
     def due(self) -> bool:
         """Return True on rank 0 if it is time for a flush; always False on other ranks. Local."""
@@ -90,10 +96,12 @@ class RunMetrics:
     def _gather(self) -> None:
         self._gathered = [*zip(self._common, self._own, strict=True)]
         self._common, self._own = [], []
-        ranks = self._comm.allgather_object(self._gathered)
+        logged, self._logged = self._logged, []
+        ranks, logged_by_ranks = zip(*self._comm.allgather_object((self._gathered, logged)), strict=True)
         if self._writer is not None:
             for rows in zip(*ranks, strict=True):
                 self._append(self._writer, rows[0][0], np.array([figures for _, figures in rows]))
+            self._streaming.logged([row for rows in logged_by_ranks for row in rows])
 
     def _append(self, writer: MetricsWriter, common: StepColumns, ranks: np.ndarray, made_by: int = 0) -> None:
         step, loss, learning_rate, tokens = common

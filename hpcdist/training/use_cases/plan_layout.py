@@ -133,6 +133,8 @@ def layout_of(
     ``replaced_fields``: layout fields set by the user. ``notes``: list to which texts about ignored settings are
     appended. ``devices``: number of devices, or None.
     """
+    from hpcdist.optim.optimizer import state_vectors
+
     parallel = recipe.parallel
     pipeline, order = parallel.pipeline, parallel.order
     chunks = chunks_of(order, parallel.chunks) if pipeline > 1 and order in SCHEDULES else 1
@@ -151,7 +153,7 @@ def layout_of(
         precision=recipe.precision.mode,
         main_gradients="working",
         activations=recipe.precision.activations,
-        optimizer_slots=_slots(recipe),
+        optimizer_slots=state_vectors(recipe.optimizer),
         compression=_compression(recipe, notes),
         algorithm=_algorithm(recipe, notes),
         overlap=0.0 if recipe.communication.overlap == "none" else 1.0,
@@ -235,15 +237,6 @@ def _algorithm(recipe: "Recipe", notes: list[str]) -> str:
     if recipe.parallel.expert > 1 and algorithm in _PLANNED_ROWS:
         notes.append(f"communication.algorithm = {algorithm!r}: rows of experts are planned {_PLANNED_ROWS[algorithm]}")
     return _PLANNED_ALGORITHMS.get(algorithm, "auto")
-
-
-def _slots(recipe: "Recipe") -> int:
-    from hpcdist.optim.optimizer import OPTIMIZERS
-
-    optimizer = recipe.optimizer
-    if optimizer.name == "sgd" and not optimizer.momentum:
-        return 0
-    return len(OPTIMIZERS[optimizer.name].slot_names)
 
 
 def note_unplanned_keys(recipe: "Recipe", shape: "TransformerShape | None", notes: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Models of scripts with BatchNorm and frozen parameters under `Training`, against PyTorch in one process."""
+"""Scripts with BatchNorm, frozen parameters and schedulers under `Training`, against PyTorch in one process."""
 
 import pytest
 
@@ -102,3 +102,96 @@ def test_batchnorm_and_frozen_parameters_match_pytorch_and_resume(launch, tmp_pa
     assert (ended.code, ended.stdout.splitlines()[-1]) == (0, "equal 3"), ended.output
     stored = jobs.hpcdist("checkpoint", "show", tmp_path / "run").stdout
     assert "statistics" in stored and "1.weight" not in stored, stored
+
+
+SYNCHRONISED = """
+import sys
+import numpy as np
+import torch
+from torch import nn
+import hpcdist
+from hpcdist.telemetry.metrics import side_tables
+from hpcdist.training.pytorch import Training, load, recipe_of, wrap
+
+STEPS = 4
+
+def build(seed):
+    torch.manual_seed(seed)
+    blocks = [nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(36, 1))
+
+def batch(step, size, dtype):
+    x = np.random.default_rng(step).normal(3.0, 2.0, size=(size, 2, 7, 7))
+    return torch.from_numpy(x).to(dtype), torch.from_numpy((x**2).mean((1, 2, 3)))[:, None].to(dtype)
+
+def train(out, strategy, pipeline, microbatches, size, mode):
+    dtype, tolerance = getattr(torch, mode), 1e-10 if mode == "float64" else 1e-5
+    plain = build(0).to(dtype)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(build(hpcdist.init().rank).to(dtype))  # rank 0 provides the values
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    recipe = recipe_of(optimizer, scheduler) | {
+        "parallel.strategy": strategy, "parallel.pipeline": pipeline, "parallel.microbatches": microbatches,
+        "run.steps": STEPS, "run.global_batch": size, "precision.mode": mode,
+    }
+    x, y = batch(99, size, dtype)
+    losses, logged = [], []
+    with Training(wrap(model, nn.functional.mse_loss, example=x), recipe, out=out) as training:
+        for step in training.steps:
+            x, y = batch(step, size, dtype)
+            mine = x[training.share]
+            losses.append(training.step(mine, y[training.share]))
+            training.log(mean=mine.mean() if len(mine) else 0, samples=len(mine))  # of all replicas
+            logged.append(x.mean().item())
+        x, y = batch(99, size, dtype)
+        evaluated, replicas = training.evaluate(x[training.share], y[training.share]), training.data_size
+    load(model, training.parameters())
+    cuts = [np.array_split(share, microbatches) for share in np.array_split(np.arange(size), replicas)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    expected = []
+    for step in range(STEPS):
+        x, y = batch(step, size, dtype)
+        optimizer.zero_grad()
+        total = 0.0
+        for parts in zip(*cuts):  # one micro-batch of all replicas
+            rows = np.concatenate(parts)
+            if len(rows):
+                loss = nn.functional.mse_loss(plain(x[rows]), y[rows], reduction="sum") / size
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        scheduler.step()
+        expected.append(total)
+    np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    values = side_tables.read(training.path / "metrics.h5").observed.series["logged_value[mean]"]
+    np.testing.assert_allclose(values.value, logged, rtol=tolerance)
+    for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values()):
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance, err_msg=name)
+    x, y = batch(99, size, dtype)
+    np.testing.assert_allclose(evaluated, nn.functional.mse_loss(plain.eval()(x), y).item(), rtol=tolerance)
+
+for number, case in enumerate(sys.argv[2:]):
+    strategy, pipeline, microbatches, size, mode = case.split()
+    train(f"{sys.argv[1]}/{number}", strategy, int(pipeline), int(microbatches), int(size), mode)
+    print("equal", hpcdist.init().rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (3, ["zero3 1 1 8 float64", "zero1 1 3 7 float64"]),  # the second replica has no sample of the last micro-batch
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (1, ["allreduce 1 2 8 float64"]),
+                (2, ["allreduce 1 1 9 float32", "zero2 1 3 4 float64", "parameter_server 1 1 8 float64"]),
+                (4, ["zero1 2 3 3 float64", "zero3 1 1 10 float64", "allreduce 4 2 8 float64"]),
+            ]
+        ),
+    ],
+)
+def test_synchronised_batchnorm_scheduler_and_log_equal_one_process(launch, tmp_path, ranks, cases):
+    ended = launch(ranks, SYNCHRONISED, str(tmp_path), *cases)
+    assert (ended.code, ended.stdout.count("equal")) == (0, ranks * len(cases)), ended.output

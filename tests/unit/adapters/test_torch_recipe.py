@@ -10,11 +10,12 @@ from harness.marks import cases
 from hpcdist import models
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.script import Training
 
 torch = pytest.importorskip("torch")
@@ -157,3 +158,87 @@ def test_patterns_match_names_with_brackets_and_stars():
         (text,) = write_patterns(*names)
         patterns = text.partition(":")[0].split()
         assert [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)] == [names[0]]
+
+
+SCHEDULERS = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: step / 3),  # begins with a rate of 0
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.06, 0.02], total_steps=8, cycle_momentum=False),
+    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.CosineAnnealingLR(o, 4)],
+        milestones=[3],
+    ),
+}
+
+
+def build_scheduled(kind):
+    module = build_modules()
+    weights = [{"params": module[0].parameters(), "lr": 0.03}, {"params": module[1:].parameters(), "lr": 0.01}]
+    optimizer = torch.optim.AdamW(weights, weight_decay=0.1)
+    return module, optimizer, SCHEDULERS[kind](optimizer)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_match_pytorch_and_resume(kind, tmp_path, rng, recwarn):
+    batches = [(torch.tensor(rng.standard_normal((4, 4))), torch.tensor(rng.standard_normal((4, 2)))) for _ in range(7)]
+    module, optimizer, scheduler = build_scheduled(kind)
+    expected, rates_of_steps = [], []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(module(x), y)
+        loss.backward()
+        rates_of_steps.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+        expected.append(loss.item())
+    losses = []
+    for stop in (3, 7):
+        module, optimizer, scheduler = build_scheduled(kind)
+        keys = {"run.steps": 7, "run.global_batch": 4, "precision.mode": "float64", **recipe_of(optimizer, scheduler)}
+        with Training(wrap(module, nn.functional.mse_loss), keys, out=tmp_path / "run", resume="auto") as training:
+            for step in training.steps:
+                if step == stop:
+                    break
+                losses.append(training.step(*batches[step]))
+    np.testing.assert_allclose(losses, expected, rtol=1e-11)
+    logged = step_metrics.read(tmp_path / "run" / "metrics.h5").steps["learning_rate"]
+    np.testing.assert_allclose(logged, rates_of_steps, rtol=1e-12)
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+
+
+def test_script_may_change_the_rate_itself(tmp_path):
+    module = build_modules()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    keys = {"run.steps": 3, "run.global_batch": 2, "precision.mode": "float64", **recipe_of(optimizer)}
+    batch = np.ones((2, 4)), np.ones((2, 2))
+    with Training(wrap(module, nn.functional.mse_loss), keys, out=tmp_path / "run") as training:
+        training.step(*batch)
+        optimizer.param_groups[0]["lr"] = 0.0
+        unchanged = training.step(*batch)
+        assert training.step(*batch) == unchanged
+        optimizer.param_groups[0]["momentum"] = 0.8
+        with pytest.raises(UsageError, match=r"momentum of the optimizer changed from 0\.9 to 0\.8"):
+            training._set_rate()
+
+
+def test_rates_that_a_recipe_cannot_have_are_rejected(tmp_path):
+    module, optimizer, scheduler = build_scheduled("sequence")
+    keys = recipe_of(optimizer, scheduler)[DEFAULTS]
+    keys(wrap(module, nn.functional.mse_loss))
+    optimizer.param_groups[0]["lr"] *= 2
+    with pytest.raises(UsageError, match="have changed by different factors, 0.1 to 0.2; use a scheduler that scales"):
+        keys.rate_factor()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(UsageError, match="a group with lr = nan"):
+        keys.rate_factor()
+    with pytest.raises(ConfigurationError, match="of another optimizer, or needs a loss"):
+        recipe_of(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(ConfigurationError, match="of another optimizer, or needs a loss"):
+        recipe_of(torch.optim.SGD(module.parameters(), lr=0.1), scheduler)
+    delayed = {"communication.delayed": True, "communication.overlap": "thread", "precision.mode": "float64"}
+    delayed |= {"run.steps": 2, "run.global_batch": 2}
+    training = Training(wrap(*build_scheduled("sequence")[:1], nn.functional.mse_loss), delayed, out=tmp_path / "run")
+    training._optimizer = keys
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] * 3
+    with training, pytest.raises(UsageError, match=r"set communication\.delayed = false"):
+        training.step(np.ones((2, 4)), np.ones((2, 2)))

@@ -1,6 +1,7 @@
 """Trainings of a script: the same steps as a recipe, and clear errors for wrong scripts."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.telemetry import report
+from hpcdist.telemetry.page import document
 from hpcdist.training import inference, script
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.script import Training
@@ -318,3 +320,21 @@ def test_first_batches_are_always_compared(every, compared, monkeypatch):
     for number in range(10):
         Training._compare(training, number, None, None, number, number)
     assert steps == compared
+
+
+def test_logged_values_are_reported(tmp_path, rng):
+    batches = _batches(rng)
+    with Training(_model(), KEYS, out=tmp_path / "run") as training:
+        for step in training.steps:
+            training.step(*batches[step])
+            training.log(accuracy=step / 10, **({"perplexity": np.array([2.5])} if step == 3 else {}))
+        with pytest.raises(UsageError, match="log: accuracy is a str, not a number"):
+            training.log(accuracy="high")
+        with pytest.raises(UsageError, match="log: samples = -1, expected a number of at least 0"):
+            training.log(accuracy=1, samples=-1)
+    with pytest.raises(UsageError, match="log: the run has ended"):
+        training.log(accuracy=1)
+    data = report.report(training.path)
+    for line in (r"accuracy +0\.5 ", r"perplexity +2\.5 .* at step 4"):
+        assert re.search(line, report.text(data)), report.text(data)
+    assert "perplexity" in document.make_page(data)
