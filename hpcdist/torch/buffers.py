@@ -6,6 +6,7 @@ operation's stream. Without cupy, each operation copies them to pinned host memo
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -131,3 +132,19 @@ def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
     values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}
+
+
+def as_list(tensors: Any) -> list[torch.Tensor]:
+    """Return ``tensors``, one tensor or several, as a list. Local."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def buffers_of(tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+    """Return a list of one `Buffer` per tensor. Local."""
+    return [Buffer(tensor) for tensor in tensors]
+
+
+@lru_cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of ``dtype`` without "torch."."""
+    return str(dtype).removeprefix("torch.")

@@ -354,3 +354,27 @@ def check_count(tensors: Sequence[Any], size: int, name: str) -> None:
     """Raise UsageError unless ``tensors``, the argument of the collective ``name``, has one tensor per rank."""
     if len(tensors) != size:
         raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; pass one tensor per rank")
+
+
+# Callers may pass a root or a reduction instead of an options object.
+
+
+def root_of(options: Any) -> int:
+    """Return the root rank in PyTorch's ``options``."""
+    root: int = options if isinstance(options, int) else getattr(options, "rootRank", 0)
+    return root
+
+
+def op_of(options: Any) -> Any:
+    """Return the ReduceOp in PyTorch's ``options``. None means a sum."""
+    try:
+        return options.reduceOp
+    except AttributeError:
+        if isinstance(options, ReduceOp):
+            return options
+        return ReduceOp(ReduceOp.SUM if options is None else options)
+
+
+def is_asynchronous(options: Any) -> bool:
+    """Return True if PyTorch's ``options`` do not ask for a blocking operation."""
+    return bool(getattr(options, "asyncOp", True))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -24,8 +24,8 @@ from hpcdist.comm.start import refuse_worker
 from hpcdist.comm.transport import attribute, call_site_outside
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls, streams
-from hpcdist.torch.buffers import Buffer, coalesced_inputs, devices_of
-from hpcdist.torch.calls import reduction_of
+from hpcdist.torch.buffers import Buffer, as_list, buffers_of, coalesced_inputs, devices_of, dtype_name
+from hpcdist.torch.calls import is_asynchronous, op_of, reduction_of, root_of
 from hpcdist.torch.messages import Mailbox
 from hpcdist.torch.streams import Streams
 from hpcdist.torch.work import NO_SIZE, NO_TIMEOUT, BatchWork, CollectiveWork, OperationQueue, Work
@@ -110,7 +110,7 @@ class Group(_ProcessGroup):
         # ``run`` writes the tensors ``result``.
         self._check_lives()
         site = call_site_outside(sys._getframe(1), OUTSIDE)
-        timeout, blocks = getattr(opts, "timeout", NO_TIMEOUT), not _is_asynchronous(opts)  # negative if not set
+        timeout, blocks = getattr(opts, "timeout", NO_TIMEOUT), not is_asynchronous(opts)  # negative if not set
         if blocks and gpu_streams is None and timeout <= NO_TIMEOUT:
             self._queue.run(name, size, run, site)
             return self._entered(self._finished)
@@ -139,7 +139,7 @@ class Group(_ProcessGroup):
         size = NO_SIZE
         if result and (call in ONE_SIZE or call is calls.reduce_scatter):
             count = sum([tensor.numel() for tensor in result])
-            size = _dtype_name(result[0].dtype), count if call in ONE_SIZE else count * self.comm.size
+            size = dtype_name(result[0].dtype), count if call in ONE_SIZE else count * self.comm.size
         return self._run(name or _NAMES.get(call) or call.__name__, run, result, opts, gpu_streams, size)
 
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
@@ -181,8 +181,8 @@ class Group(_ProcessGroup):
         return handle
 
     def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensors, algorithm = _as_list(tensors), self.options.algorithm
-        each = [(Buffer(tensor), reduction_of(_op(opts), tensor), algorithm) for tensor in tensors]
+        tensors, algorithm = as_list(tensors), self.options.algorithm
+        each = [(Buffer(tensor), reduction_of(op_of(opts), tensor), algorithm) for tensor in tensors]
         return self._run_each(calls.allreduce, each, tensors, opts, self._bucket(sys._getframe(1), tensors[0]))
 
     def _bucket(self, caller: FrameType | None, tensor: torch.Tensor) -> str:
@@ -199,26 +199,26 @@ class Group(_ProcessGroup):
         return f"all_reduce bucket {self._buckets - 1}"
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensors, algorithm = _as_list(tensors), self.options.algorithm
+        tensors, algorithm = as_list(tensors), self.options.algorithm
         each = [
-            (buffer, reduction_of(_op(opts), tensor), algorithm)
+            (buffer, reduction_of(op_of(opts), tensor), algorithm)
             for buffer, tensor in zip(coalesced_inputs(tensors, tensors), tensors, strict=True)
         ]
         return self._run_each(calls.allreduce, each, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensors, root = _as_list(tensors), _root(opts)
+        tensors, root = as_list(tensors), root_of(opts)
         return self._run_each(calls.broadcast, [(Buffer(tensor), root) for tensor in tensors], tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        tensors, root, algorithm = _as_list(tensors), _root(opts), self.options.algorithm
-        each = [(Buffer(tensor), reduction_of(_op(opts), tensor), root, algorithm) for tensor in tensors]
+        tensors, root, algorithm = as_list(tensors), root_of(opts), self.options.algorithm
+        each = [(Buffer(tensor), reduction_of(op_of(opts), tensor), root, algorithm) for tensor in tensors]
         return self._run_each(calls.reduce, each, tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         if outputs and isinstance(outputs[0], torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        pairs = list(zip(map(_buffers, outputs), coalesced_inputs(inputs, *zip(*outputs, strict=False)), strict=True))
+        pairs = list(zip(map(buffers_of, outputs), coalesced_inputs(inputs, *zip(*outputs, strict=False)), strict=True))
         for tensors in outputs:
             calls.check_count(tensors, self.comm.size, "all_gather")
         return self._run_each(calls.all_gather_list, pairs, [tensor for tensors in outputs for tensor in tensors], opts)
@@ -235,7 +235,7 @@ class Group(_ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.check_pair("all_gather", output, tensor, output.numel(), tensor.numel() * self.comm.size)
-        pairs = list(zip(_buffers(outputs), coalesced_inputs(inputs, outputs), strict=True))
+        pairs = list(zip(buffers_of(outputs), coalesced_inputs(inputs, outputs), strict=True))
         return self._run_each(calls.all_gather, pairs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -246,7 +246,7 @@ class Group(_ProcessGroup):
         for tensors in inputs:
             calls.check_count(tensors, self.comm.size, "reduce_scatter")
         pairs = zip(outputs, inputs, strict=True)
-        each = [(Buffer(output), _buffers(tensors), reduction_of(_op(opts), output)) for output, tensors in pairs]
+        each = [(Buffer(output), buffers_of(tensors), reduction_of(op_of(opts), output)) for output, tensors in pairs]
         return self._run_each(calls.reduce_scatter_list, each, outputs, opts)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None, *_: Any) -> Work:
@@ -259,7 +259,7 @@ class Group(_ProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.check_pair("reduce_scatter", output, tensor, output.numel() * self.comm.size, tensor.numel())
         pairs = zip(outputs, coalesced_inputs(inputs, outputs), strict=True)
-        each = [(Buffer(output), tensor, reduction_of(_op(opts), output)) for output, tensor in pairs]
+        each = [(Buffer(output), tensor, reduction_of(op_of(opts), output)) for output, tensor in pairs]
         return self._run_each(calls.reduce_scatter, each, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -282,23 +282,23 @@ class Group(_ProcessGroup):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         calls.check_count(outputs, self.comm.size, "all_to_all")
         calls.check_count(inputs, self.comm.size, "all_to_all")
-        return self._run_each(calls.all_to_all_list, [(_buffers(inputs), _buffers(outputs))], outputs, opts)
+        return self._run_each(calls.all_to_all_list, [(buffers_of(inputs), buffers_of(outputs))], outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
-        root = _root(opts)
+        root = root_of(opts)
         received = self._of_root(outputs, root, "gather")
         result = [tensor for tensors in outputs for tensor in tensors] or inputs
         return self._run_each(calls.gather, [(received, Buffer(inputs[0]), root)], result, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
-        root = _root(opts)
+        root = root_of(opts)
         sent = self._of_root(inputs, root, "scatter")
         return self._run_each(calls.scatter, [(Buffer(outputs[0]), sent, root)], outputs, opts)
 
     def _of_root(self, lists: Any, root: int, name: str) -> list[Buffer]:
         if self.comm.rank != root:
             return []
-        buffers = _buffers([tensor for tensors in lists for tensor in tensors])
+        buffers = buffers_of([tensor for tensors in lists for tensor in tensors])
         calls.check_count(buffers, self.comm.size, name)
         return buffers
 
@@ -434,37 +434,3 @@ class Group(_ProcessGroup):
         self._limit(self.comm.name, timeout)
 
     _set_default_timeout = set_timeout
-
-
-@lru_cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _as_list(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _buffers(tensors: Sequence[torch.Tensor]) -> list[Buffer]:
-    return [Buffer(tensor) for tensor in tensors]
-
-
-# Callers may pass a root or a reduction instead of an options object.
-
-
-def _root(options: Any) -> int:
-    root: int = options if isinstance(options, int) else getattr(options, "rootRank", 0)
-    return root
-
-
-def _op(options: Any) -> Any:
-    try:
-        return options.reduceOp
-    except AttributeError:
-        if isinstance(options, dist.ReduceOp):
-            return options
-        return dist.ReduceOp(dist.ReduceOp.SUM if options is None else options)
-
-
-def _is_asynchronous(options: Any) -> bool:
-    return bool(getattr(options, "asyncOp", True))
