@@ -106,8 +106,8 @@ class Training:
         path = None if out is None else Path(out)
 
         def begin() -> tuple[Session, run_directory.RunDirectory]:
-            node = communication.ranks_per_node or None
-            session = start(self.recipe.run.device, node, communication.checked, part=mpi4py_of(comm))
+            per_node, part = communication.ranks_per_node or None, mpi4py_of(comm)
+            session = start(self.recipe.run.device, per_node, communication.checked, part=part)
             return session, run_directory.prepare_run_directory(session.comm, self.recipe, path, resume, lock)
 
         self._session, run = end_records(begin, comm)  # the flight recorder of this training uses the same directory

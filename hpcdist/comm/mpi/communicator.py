@@ -38,9 +38,9 @@ def _extreme(mpi: Any, op: str, code: str) -> Any:
 
 
 def job_ranks(mpi: Any, comm: Any, ranks: Sequence[int] | None = None) -> str:
-    """Return the job's ranks of ``ranks`` of ``comm``, by default all, as text of `rank_runs`, or "" if unknown. Local.
+    """Translate ``ranks`` of ``comm`` (None: all) to ranks of the job. Return them as text of `rank_runs`. Local.
 
-    ``mpi``, ``comm``: module and communicator of mpi4py.
+    ``mpi``, ``comm``: module and communicator of mpi4py. The text is "" if a rank is not in MPI_COMM_WORLD.
     """
     local, job = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     translated = local.Translate_ranks(list(range(local.size) if ranks is None else ranks), job)
