@@ -8,7 +8,7 @@ merged from the local values (Chan, Golub and LeVeque 1983), in float64. Each pa
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.adapters.torch.arrays import array_of, library
@@ -73,7 +73,7 @@ def check_replaceable(name: str, module: "torch.nn.Module") -> None:
 
 
 @contextlib.contextmanager
-def synchronised(modules: "Sequence[torch.nn.Module]", axis: StatisticsAxis | None) -> Iterator[None]:
+def synchronised(modules: "Iterable[torch.nn.Module]", axis: StatisticsAxis | None) -> Iterator[None]:
     """Context manager in which the SyncBatchNorm ``modules`` use the statistics of all ranks of ``axis``.
 
     ``axis``: None leaves the modules as they are.
@@ -81,12 +81,13 @@ def synchronised(modules: "Sequence[torch.nn.Module]", axis: StatisticsAxis | No
     if axis is None:
         yield
         return
-    for module in modules:
+    distinct = set(modules)  # a module may have several names
+    for module in distinct:
         module.forward = functools.partial(_forward, module, axis)
     try:
         yield
     finally:
-        for module in modules:
+        for module in distinct:
             del module.forward
 
 

@@ -231,7 +231,7 @@ class TorchStage:
         # Modules inside use the tokens of all context ranks and the statistics of all replicas.
         before = CURRENT.set(self._cut)
         try:
-            with synchronised(tuple(self._synchronised.values()), self._statistics_axis):
+            with synchronised(self._synchronised.values(), self._statistics_axis):
                 yield
         finally:
             CURRENT.reset(before)

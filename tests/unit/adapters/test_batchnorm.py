@@ -32,7 +32,7 @@ def test_synchronised_modules_equal_one_process(sizes, dtype, bound, dims, affin
 
     def body(comm):
         module, x = modules[comm.rank], leaves[comm.rank]
-        with synchronised([module], StatisticsAxis(comm, NanFinder())):
+        with synchronised([module, module], StatisticsAxis(comm, NanFinder())):
             y, again = module(x), module(2 * x)
             (y + again).backward(dy.split(sizes)[comm.rank])
         assert "forward" not in vars(module)

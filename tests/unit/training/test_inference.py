@@ -1,15 +1,20 @@
 """Inspection of a trained model from any layout on any number of ranks, which read only its parameters."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness import trainings
+from harness import jobs, trainings
 from harness.trainings import recipe_keys
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
+from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import inference
 from hpcdist.training.build.assemble import assemble
 from hpcdist.training.inference import InspectionSession, generate, load, sample
@@ -214,3 +219,25 @@ def test_only_the_first_rank_of_a_job_prints(text, monkeypatch):
     assert list(sample(run, "ab", 5, temperature=1, top_k=0, seed=0)) == []
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     assert "".join(sample(run, "ab", 5, temperature=1, top_k=0, seed=0)).startswith("ab")
+
+
+def test_averaged_parameters_are_evaluated_and_exported(text):
+    run, loss, tensors = train(text, "zero1", **{"optimizer.ema_decay": 0.5})
+    recipe = recipes.load_stored(run / "recipe.toml")
+    averaged = load(solo(), run, recipe, averaged=True)
+    checkpoint = listing.select(run)
+    store = FlatStore(averaged.model.layout, averaged.model.dtype)
+    restore(checkpoint, pieces_of({"optimizer.ema": store}, store.parts))
+    np.testing.assert_array_equal(averaged.parameters.array, store.array)
+    assert averaged.validation_loss() != pytest.approx(loss, rel=1e-9)
+    evaluated = json.loads(jobs.hpcdist("evaluate", run, "--averaged", "--json").stdout)
+    assert evaluated["val_loss"] == pytest.approx(averaged.validation_loss(), rel=1e-6)
+    done = jobs.hpcdist("checkpoint", "export", run, run / "averaged.safetensors", "--averaged")
+    assert done.returncode == 0, done.stderr
+    content = (run / "averaged.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    assert header.keys() - {"__metadata__"} == set(tensors)
+    for name in tensors:
+        first, last = header[name]["data_offsets"]
+        assert content[8 + size + first : 8 + size + last] == store.view(name).tobytes(), name
