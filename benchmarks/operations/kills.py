@@ -41,7 +41,7 @@ sys.path.insert(0, str(harness.ROOT / "tests"))
 from harness import jobs as commands
 from stubs.slurm_cluster import Cluster, Jobs
 
-SCHEMA, COMMITTED = "hpcdist-benchmark-kills", ""
+SCHEMA = "hpcdist-benchmark-kills"
 NO_CHECK = "it measures no time; run it with --kills 5 --requeues 1"
 
 SCRIPT: Final = Path(__file__).with_name("restarted_script.py")
@@ -55,6 +55,7 @@ STYLES: Final = {
 WORLD: Final = 2
 PAUSE_S: Final = 0.05  # sleep of each step
 LIMIT_S: Final = 600.0  # timeout of every wait
+Wait = Callable[[Callable[[], bool], str], None]
 OPTIONS: Final = {"kills": 50, "requeues": 2, "seed": 0, "window": 1.0, "styles": tuple(STYLES)}
 
 
@@ -66,7 +67,7 @@ class Interruption:
     rank: int
     saved: int  # steps of the newest complete checkpoint when the start had ended
     resumed: int  # first step of the next start
-    lost: int  # steps that the next start repeats
+    lost: int  # steps that the next start repeats; -1 if the script has not noted its last step, which was saved
 
 
 class Script:
@@ -93,7 +94,7 @@ class Script:
     def last_step(self) -> int:
         return int((self.out / "last-step.txt").read_text())
 
-    def wait_for_save(self, number: int, wait: Callable[[Callable[[], bool], str], None]) -> None:
+    def wait_for_save(self, number: int, wait: Wait) -> None:
         """Wait until start ``number`` (from 0) has made a new checkpoint."""
         wait(lambda: len(self.starts()) > number, f"start {number + 1}")
         wait(lambda: self.saved() > self.starts()[-1], "checkpoint")
@@ -112,7 +113,7 @@ def run(script: Script, restarts: int, pause_s: float) -> "subprocess.Popen[str]
 
 
 @contextlib.contextmanager
-def running(script: Script, restarts: int, pause_s: float) -> Iterator[Callable[[Callable[[], bool], str], None]]:
+def running(script: Script, restarts: int, pause_s: float) -> Iterator[Wait]:
     """Run ``script`` to its end. Yield a function that waits for a condition."""
     process, log = run(script, restarts, pause_s), script.folder / "log.txt"
 
@@ -135,7 +136,7 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def kill(script: Script, number: int, draw: random.Random, window_s: float, wait: Callable) -> Interruption:  # type: ignore[type-arg]
+def kill(script: Script, number: int, draw: random.Random, window_s: float, wait: Wait) -> Interruption:
     """Kill a random rank of start ``number``, and wait until the next start trains."""
     script.wait_for_save(number, wait)
     rank = draw.randrange(WORLD)
@@ -192,7 +193,7 @@ def requeued(
         jobs.stop(number)
         jobs.release(number, index + 1)
         saved, last = script.saved(), script.last_step()
-        cluster.wait(lambda index=index: len(script.starts()) > index + 1, f"start {index + 2}")  # type: ignore[misc]
+        cluster.wait(lambda index=index: len(script.starts()) > index + 1, f"start {index + 2}")
         resumed = script.starts()[index + 1]
         rows.append(Interruption(list(STYLES).index(style), -1, saved, resumed, last - resumed))
     jobs.until(number, JobState="COMPLETED")
@@ -200,8 +201,9 @@ def requeued(
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    kills, requeues = [], []
-    equal = {"kills": [], "requeues": []}  # type: dict[str, list[bool]]
+    kills: list[Interruption] = []
+    requeues: list[Interruption] = []
+    equal: dict[str, list[bool]] = {"kills": [], "requeues": []}
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         for index, style in enumerate(chosen.styles if chosen.kills else ()):
             count = chosen.kills * (index + 1) // len(chosen.styles) - chosen.kills * index // len(chosen.styles)
@@ -239,7 +241,7 @@ def lines(results: Results) -> Sequence[str]:
         for key in ("kills", "requeues"):
             events = results.arrays[key][results.arrays[key][:, 0] == list(STYLES).index(style)]
             if len(events):
-                newest, lost = (events[:, 2] == events[:, 3]).sum(), events[:, 4]
+                newest, lost = (events[:, 2] == events[:, 3]).sum(), events[:, 4].clip(0)
                 same = "yes" if results.arrays[f"equal_after_{key}"][index] else "no"
                 rows.append(
                     [STYLES[style], key, str(len(events)), str(newest), str(lost.max()), f"{lost.mean():.1f}", same]

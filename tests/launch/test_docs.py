@@ -138,7 +138,7 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     copied = run.invoke(pages_of_help.command, ["--examples", str(tmp_path / "programs")])
     assert copied.exit_code == 0 and (tmp_path / "programs" / "heat_mpi4py.py").read_text().startswith('"""')
     unknown = " ".join(run.invoke(pages_of_help.command, ["nosuchword"]).output.split())
-    assert "sections are: model, data, " in unknown and "pages are: start, torch, " in unknown
+    assert "sections are: model, data, " in unknown and "pages are: start, from-one-gpu, " in unknown
 
 
 def test_help_html_lists_every_page_by_group_and_searches(tmp_path):
