@@ -1,8 +1,8 @@
 """Checkpoints of any program: `save` and `load` named arrays, whole or sharded, and small JSON values."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -12,12 +12,18 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import dtype_of, fault_in, name_of
 from hpcdist.arrays.piece import Box, Piece, whole_box
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint import manifest, two_phase
+from hpcdist.checkpoint import two_phase
 from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
+from hpcdist.checkpoint.restoring.restore import (
+    from_newest_intact,
+    newest_complete,
+    on_first_rank,
+    restore_together,
+    stored_entries,
+)
 from hpcdist.checkpoint.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.exits import at_exit
@@ -84,13 +90,39 @@ def save(
     writes it; call `finish_saves` before the program ends. Raises UsageError, or StorageError on all ranks.
     """
     where = communicator_of(comm)
-    pieces, values = [], {}
-    for name, value in state.items():
-        if is_array(value):
-            pieces.append(_piece(where, name, value, split_whole=True)[0])
-        else:
-            values[name] = value
+    held = [_piece(where, name, value)[0] for name, value in state.items() if is_array(value)]
+    values = {name: value for name, value in state.items() if not is_array(value)}
+    whole = [piece for piece in held if not isinstance(state[piece.tensor], Sharded)]
+    pieces = [piece for piece in held if isinstance(state[piece.tensor], Sharded)]
+    pieces += parts_to_save(whole, where.size, where.rank)
     return save_pieces(directory, pieces, values, step=step, keep=keep, comm=where, background=background)
+
+
+def parts_to_save(pieces: Sequence[Piece], count: int, index: int) -> list[Piece]:
+    """Return the parts of ``pieces`` that a rank saves, if ``count`` ranks hold the same pieces. Local.
+
+    ``index``: number of this rank among these ranks. The sequence of all pieces is divided into equal numbers of bytes,
+    so that most pieces are saved by one rank, and a checkpoint has few parts.
+    """
+    total = sum(piece.array.nbytes for piece in pieces)
+    begin, end = (total * number // count for number in (index, index + 1))
+    parts, start = [], 0
+    for piece in sorted(pieces, key=lambda piece: piece.tensor):  # the same order on all ranks
+        size, itemsize = piece.array.size, piece.array.dtype.itemsize
+        low, high = (_element(at - start, size, itemsize) for at in (begin, end))
+        start += size * itemsize
+        if low < high or (not size and index == 0):  # some rank must save an empty array
+            held = Range(low, high)
+            parts.append(replace(piece, flat=held.shift(piece.flat.start), array=piece.array[held.slice]))
+    return parts
+
+
+def _element(offset: int, size: int, itemsize: int) -> int:
+    # The first element of an aligned block that contains byte ``offset`` of an array, limited to 0 and ``size``.
+    if offset >= size * itemsize:
+        return size
+    block = max(1, ALIGN_BYTES // itemsize)
+    return max(0, offset // itemsize // block * block)
 
 
 def save_pieces(
@@ -212,30 +244,24 @@ def _lock(directory: Path) -> None:
 
 
 def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]:
-    stored, _ = on_first_rank(comm, lambda: stored_content(path))
+    entries = stored_entries(comm, path)
+    stored = entries.shapes(KIND)
     if state is None:
         state = {name: np.empty(shape, dtype_of(dtype)) for name, (shape, dtype) in stored.items()}
     pieces, results, copies = [], dict[str, Any](), []
     for name, value in state.items():
         if not is_array(value):
             continue
-        piece, copied = _piece(comm, name, value, split_whole=False)
+        piece, copied = _piece(comm, name, value)
         check_stored(path, piece, stored.get(name))
         pieces.append(piece)
         results[name] = value.array if isinstance(value, Sharded) else value
         if copied:
             copies.append((results[name], piece.array))
-    scalars = restore_together(comm, path, pieces)
+    scalars = restore_together(comm, path, pieces, stored=entries)
     for target, filled in copies:
         target[...] = filled.reshape(target.shape)
     return scalars | results
-
-
-def stored_content(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Any]]:
-    """Return ({array name: (shape, dtype)}, {name: JSON value}) of the checkpoint ``path``. Local."""
-    loaded = manifest.load(path)
-    shapes = {entry.tensor: (tuple(entry.shape), entry.dtype) for entry in loaded.pieces if entry.kind == KIND}
-    return shapes, dict(loaded.scalars)
 
 
 def check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
@@ -253,7 +279,7 @@ def check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] |
         )
 
 
-def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> tuple[Piece, bool]:
+def _piece(comm: Communicator, name: str, value: Any) -> tuple[Piece, bool]:
     array = value.array if isinstance(value, Sharded) else value
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")
@@ -261,14 +287,8 @@ def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> t
         raise UsageError(f"the array {name!r} cannot be used: {fault}")
     copied = not array.flags.c_contiguous
     flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
-    part = Range(0, flat.size)
-    if isinstance(value, Sharded):
-        box, shape = _placed(comm, value)
-    else:
-        box, shape = whole_box(array.shape), array.shape
-        if split_whole:
-            part = split(flat.size, comm.size, flat.itemsize)[comm.rank]
-    return Piece(KIND, name, shape, box, part, flat[part.slice]), copied
+    box, shape = _placed(comm, value) if isinstance(value, Sharded) else (whole_box(array.shape), array.shape)
+    return Piece(KIND, name, shape, box, Range(0, flat.size), flat), copied
 
 
 def _placed(comm: Communicator, part: Sharded) -> tuple[Box, tuple[int, ...]]:
