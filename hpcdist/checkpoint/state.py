@@ -1,6 +1,7 @@
 """Checkpoints of any program: `save` and `load` named arrays, whole or sharded, and small JSON values."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number
-from hpcdist.errors import StorageError, UsageError
+from hpcdist.errors import BufferHandoverError, StorageError, UsageError
 
 KIND: Final = "state"
 FOLDER: Final = "checkpoints"
@@ -37,9 +38,12 @@ FOLDER: Final = "checkpoints"
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of a distributed array. Without ``start``, parts are rows in rank order. Raises UsageError."""
+    """This rank's part of a distributed array or tensor. Raises UsageError.
 
-    array: Array
+    Without ``start``, the parts are rows in rank order.
+    """
+
+    array: Any  # numpy or cupy array, or tensor of PyTorch
     start: tuple[int, ...] | None = None  # index of the part's first element in the whole array
     shape: tuple[int, ...] | None = None  # of the whole array
 
@@ -85,9 +89,10 @@ def save(
 ) -> Path:
     """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over ``comm``.
 
-    ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
-    value of rank 0. ``step``: None means the newest step + 1. ``background``: copy the state and return, while a thread
-    writes it; call `finish_saves` before the program ends. Raises UsageError, or StorageError on all ranks.
+    ``state``: dict with equal names on all ranks. A value is an array (numpy, cupy, or a PyTorch tensor) that all ranks
+    hold alike, a `Sharded` array, or a JSON value of rank 0. ``step``: None means the newest step + 1. ``background``:
+    copy the state and return, while a thread writes it; call `finish_saves` before the program ends. Raises UsageError,
+    or StorageError on all ranks.
     """
     where = communicator_of(comm)
     held = [_piece(where, name, value)[0] for name, value in state.items() if is_array(value)]
@@ -199,8 +204,8 @@ def advance_saves(sums: np.ndarray) -> None:
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
     """Return {name: array or JSON value} of the newest intact checkpoint, or None. Collective over ``comm``.
 
-    ``state``: {name: array or `Sharded` to fill}. If ``state`` is None, every rank gets all arrays in full. Raises
-    StorageError if an array is missing or has another shape or dtype.
+    ``state``: {name: array, tensor or `Sharded` to fill in place}. If ``state`` is None, every rank gets all arrays in
+    full. Raises StorageError if an array is missing or has another shape or dtype.
     """
     where = communicator_of(comm)
     finish_saves(where)
@@ -213,7 +218,7 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
 
 def is_array(value: object) -> bool:
     """Return True if ``value`` is saved as an array, False if it is saved as JSON. Local."""
-    return isinstance(value, Sharded | np.ndarray | np.generic) or backend.is_device(value)
+    return isinstance(value, Sharded | np.ndarray | np.generic) or _is_tensor(value) or backend.is_device(value)
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
@@ -260,7 +265,7 @@ def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]
             copies.append((results[name], piece.array))
     scalars = restore_together(comm, path, pieces, stored=entries)
     for target, filled in copies:
-        target[...] = filled.reshape(target.shape)
+        _fill(target, filled)
     return scalars | results
 
 
@@ -280,7 +285,12 @@ def check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] |
 
 
 def _piece(comm: Communicator, name: str, value: Any) -> tuple[Piece, bool]:
+    # The piece, and True if its array is a copy.
     array = value.array if isinstance(value, Sharded) else value
+    if _is_tensor(array):
+        flat, copied = _memory(name, array)
+        box, shape = _placed(comm, value) if isinstance(value, Sharded) else (whole_box(array.shape), array.shape)
+        return Piece(KIND, name, tuple(shape), box, Range(0, flat.size), flat), copied
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")
     if fault := fault_in(array.dtype):
@@ -289,6 +299,42 @@ def _piece(comm: Communicator, name: str, value: Any) -> tuple[Piece, bool]:
     flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
     box, shape = _placed(comm, value) if isinstance(value, Sharded) else (whole_box(array.shape), array.shape)
     return Piece(KIND, name, shape, box, Range(0, flat.size), flat), copied
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # a program with tensors has imported PyTorch
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _memory(name: str, tensor: Any) -> tuple[Array, bool]:
+    # A 1-D array over the memory of ``tensor`` or of a contiguous copy, and True for a copy.
+    from hpcdist.adapters.torch.arrays import check_memory, contiguous, flat_array
+
+    if hasattr(tensor, "placements"):
+        raise UsageError(f"{name} is a DTensor; use hpcdist.torch.save and load, which know its shards")
+    try:
+        check_memory(tensor)
+        memory = contiguous(tensor)
+        flat = flat_array(memory)
+    except BufferHandoverError as error:
+        raise UsageError(f"the tensor {name!r} cannot be used: {error}") from error
+    if name_of(flat.dtype) != str(tensor.dtype).removeprefix("torch."):
+        raise UsageError(
+            f"the tensor {name!r} is of {tensor.dtype}, which checkpoints of arrays do not have; pass a view: "
+            "tensor.view(torch.uint8), or torch.view_as_real(tensor) of a complex tensor; or use hpcdist.torch.save"
+        )
+    return flat, memory is not tensor
+
+
+def _fill(target: Any, flat: Array) -> None:
+    # Copy the elements of ``flat`` to an array or tensor that is not contiguous.
+    if _is_tensor(target):
+        from hpcdist.adapters.torch.arrays import tensor_of
+
+        as_bytes = tensor_of(flat.view(np.uint8))
+        target.detach().copy_(as_bytes.view(target.dtype).reshape(target.shape))
+    else:
+        target[...] = flat.reshape(target.shape)
 
 
 def _placed(comm: Communicator, part: Sharded) -> tuple[Box, tuple[int, ...]]:
