@@ -6,11 +6,11 @@ event log. A killed script loses the rows of the last seconds.
 
 import json
 import math
-import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -55,6 +55,7 @@ class LoggedRow(NamedTuple):
     figures: Mapping[str, float]
     seconds: Mapping[str, float] = {}  # "step", "communication", and the phases of the script
     sent_bytes: float = math.nan
+    steps: int = 1  # number of steps that the row stands for
 
 
 class ScriptMetrics:
@@ -74,6 +75,8 @@ class ScriptMetrics:
         self._exposed_s, self._moved = work.exposed_s(), BytesMoved()  # until the last step
         self._in_phase = False
         self._writer = _RowWriter(world, directory) if comm.rank == 0 else None
+        self._thread = ThreadPoolExecutor(1, "hpcdist metrics")  # writes, so that steps need not wait for the disk
+        self._written = self._thread.submit(lambda: None)  # the last task of the thread
         self.end = FINISHED
 
     def add(self, row: LoggedRow) -> None:
@@ -86,7 +89,7 @@ class ScriptMetrics:
             spent = {**self._seconds, "step": now - self._boundary, "communication": exposed_s - self._exposed_s}
             seconds = {name: value / count for name, value in spent.items()}
             sent_bytes = moved.since(self._moved).messages / count
-            row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes)
+            row = row._replace(samples=row.samples / count, seconds=seconds, sent_bytes=sent_bytes, steps=count)
             self._step, self._exposed_s, self._moved, self._boundary = row.step, exposed_s, moved, now
             self._warm = self._warm or (row.step, moved)  # the first step measures algorithms
             self._seconds.clear()
@@ -96,7 +99,7 @@ class ScriptMetrics:
             self._flush()
 
     def _flush(self) -> None:
-        rows, self._rows = self._rows, []
+        rows, self._rows = _resolved(self._rows), []
         if self._rank:
             if rows:
                 self._channel.send(rows)
@@ -104,7 +107,14 @@ class ScriptMetrics:
         messages = [(0, rows), *self._channel.arrived()]
         self._record(lambda writer: writer.write(messages))
 
-    def _record(self, act: Callable[["_RowWriter"], None]) -> None:
+    def _record(self, act: Callable[["_RowWriter"], None]) -> "Future[None]":
+        if self._written.done():
+            self._written.result()  # raises an unexpected error of an earlier task
+        self._written = self._thread.submit(self._act, self._written, act)
+        return self._written
+
+    def _act(self, previous: "Future[None]", act: Callable[["_RowWriter"], None]) -> None:
+        previous.result()
         # The script goes on without metrics if rank 0 cannot write: other ranks would wait in their collectives.
         if self._writer is not None:
             try:
@@ -138,7 +148,7 @@ class ScriptMetrics:
         self._flush()
         messages = self._channel.drain()
         self._record(lambda writer: writer.write(messages, everything=True))
-        self._record(lambda writer: writer.note_energy(joules))
+        self._record(lambda writer: writer.note_energy(joules)).result()
 
     def close(self) -> None:
         """Write everything, and end the event log. Collective."""
@@ -148,7 +158,11 @@ class ScriptMetrics:
         first, until = self._warm or (self._step, self._moved)
         moved = self._moved.since(until)._asdict() if self._step > first else {}
         per_step = {way: nbytes / (self._step - first) for way, nbytes in moved.items()}
-        self._record(lambda writer: writer.close(self.end, per_step))
+        self._record(lambda writer: writer.close(self.end, per_step)).result()
+        self._thread.shutdown()
+
+
+_MEASURED: Final = "step_s", "compute_s", "communication_s", "update_s", "sent_bytes", "data_s"  # by rank
 
 
 class _RowWriter:
@@ -195,7 +209,7 @@ class _RowWriter:
     def _write_step(self, step: int, ranks: Mapping[int, Sequence[LoggedRow]]) -> None:
         rows = [row for of_rank in ranks.values() for row in of_rank]
         # The first step of a start, and later ones, may be in the file of the start before.
-        file = self._file or self._open(step - any(row.loss is not None for row in rows))
+        file = self._file or self._open(step - max(0 if row.loss is None else row.steps for row in rows))
         steps = {rank: row for rank, of_rank in ranks.items() for row in of_rank if row.loss is not None}
         if steps and step > self._written:
             self._written = step
@@ -203,35 +217,38 @@ class _RowWriter:
         losses = [row.validation_loss for row in rows if not math.isnan(row.validation_loss)]
         if losses:
             self._events.hold_up(step + 1)
-            file.evaluation(step, statistics.mean(losses))
-            self._events.add("evaluation", step, {"validation_loss_nats": statistics.mean(losses)})
-        names = dict.fromkeys(name for row in rows for name in row.figures)
-        means = {name: statistics.mean([row.figures[name] for row in rows if name in row.figures]) for name in names}
-        if means:
-            self._events.add("logged", step, {quantities.key("logged_value", name): means[name] for name in means})
+            file.evaluation(step, _mean(losses))
+            self._events.add("evaluation", step, {"validation_loss_nats": _mean(losses)})
+        figures: dict[str, list[float]] = {}
+        for row in rows:
+            for name, value in row.figures.items():
+                figures.setdefault(name, []).append(value)
+        if figures:
+            means = {quantities.key("logged_value", name): _mean(values) for name, values in figures.items()}
+            self._events.add("logged", step, means)
 
     def _add_step(self, file: MetricsWriter, step: int, ranks: Mapping[int, LoggedRow]) -> None:
         rows = [*ranks.values()]
-        weights = [row.samples for row in rows]
-        loss = float(np.average([row.loss for row in rows], weights=weights if sum(weights) > 0 else None))
-        rate, samples = rows[0].learning_rate, round(sum(weights))
-        wide = {name: np.full(self._world.size, math.nan) for name in (*PER_RANK, "data_s")}
+        samples = sum(row.samples for row in rows)
+        loss = _mean([row.loss or 0.0 for row in rows], [row.samples for row in rows] if samples > 0 else None)
+        wide = np.full((len(_MEASURED), self._world.size), math.nan)
         for rank, row in ranks.items():
             seconds = row.seconds
-            named = {name: seconds.get(name, 0.0) for name in ("communication", "update", "data")}
+            communication_s, update_s, data_s = (seconds.get(name, 0.0) for name in ("communication", "update", "data"))
             held_s = sum(seconds.get(name, 0.0) for name in LONG)
             if held_s:
                 self._events.hold_up(step)
-            computed_s = max(0.0, seconds["step"] - sum(named.values()) - held_s)
-            for name, value in {**named, "step": seconds["step"], "compute": computed_s}.items():
-                wide[f"{name}_s"][rank] = value
-            wide["sent_bytes"][rank] = row.sent_bytes
+            computed_s = max(0.0, seconds["step"] - communication_s - update_s - data_s - held_s)
+            wide[:, rank] = seconds["step"], computed_s, communication_s, update_s, row.sent_bytes, data_s
+        measured = dict(zip(_MEASURED, wide, strict=True))
+        columns: dict[str, Any] = {name: measured[name] for name in PER_RANK}
+        waits = [row.seconds.get("data", 0.0) for row in rows]
         if self._has_step:
-            self._waits = self._waits[0] + 1, self._waits[1] + float(np.nanmean(wide["data_s"]))
+            self._waits = self._waits[0] + 1, self._waits[1] + _mean(waits)
         self._has_step = True
-        columns: dict[str, Any] = {name: wide[name] for name in PER_RANK}
-        file.append(step=step, loss=loss, learning_rate=rate, tokens=samples, **columns)
-        self._events.row(StepRow(step, rows[0].time_ns, loss, rate, samples, ranks=wide))
+        rate = rows[0].learning_rate
+        file.append(step=step, loss=loss, learning_rate=rate, tokens=round(samples), **columns)
+        self._events.row(StepRow(step, rows[0].time_ns, loss, rate, round(samples), ranks=measured))
 
     def _open(self, done: int) -> MetricsWriter:
         # ``done``: the last step that the file keeps.
@@ -267,6 +284,13 @@ class _RowWriter:
         self._file.close()
         self._events.close(normal=True)
         self._starts.ended(end)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    # Much faster than `statistics.mean` and `numpy.average` for few values.
+    if weights is None:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _say(text: str) -> None:
@@ -332,7 +356,7 @@ def log(
     if not _recorders:
         return
     row = LoggedRow(
-        int(_number("step", step)),
+        int(float(_number("step", step))),
         time.time_ns(),
         None if loss is None else _number("loss", loss),
         _number("samples", samples),
@@ -343,13 +367,35 @@ def log(
     _recorders[0].add(row)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any) -> Any:
+    # A tensor on a GPU is copied there, because a float would wait for the GPU. `_resolved` makes the float.
     try:
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            return value.detach().reshape(()).to(torch.float64, copy=True)
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(
             f"log: {name} is a {type(value).__name__}, not a number; pass a number or a tensor with one element"
         ) from None
+
+
+def _resolved(rows: Sequence[LoggedRow]) -> list[LoggedRow]:
+    """Return ``rows`` with floats in place of tensors. Waits once for each GPU."""
+    held: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for value in (value for row in rows for value in (*row, *row.figures.values())):
+        if isinstance(value, torch.Tensor):
+            held.setdefault(value.device, {})[id(value)] = value
+    floats: dict[int, float] = {}
+    for values in held.values():
+        floats |= zip(values, torch.stack([*values.values()]).tolist(), strict=True)
+    if not floats:
+        return [*rows]
+
+    def as_float(value: Any) -> Any:
+        return floats.get(id(value), value)
+
+    figures = [{name: as_float(value) for name, value in row.figures.items()} for row in rows]
+    return [LoggedRow(*map(as_float, row))._replace(figures=named) for row, named in zip(rows, figures, strict=True)]
 
 
 @contextmanager
