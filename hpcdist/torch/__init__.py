@@ -21,7 +21,7 @@ from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
 from hpcdist.torch.metrics import log, phase
 from hpcdist.torch.state import RandomState, load, save, saved
-from hpcdist.torch.stop import exit_if_stopped, trainer_callback, until_stop
+from hpcdist.torch.stop import exit_if_stopped, lightning_callback, trainer_callback, until_stop
 from hpcdist.training.run.stop_requests import should_stop, watch_signals
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "compress",
     "exit_if_stopped",
     "finish_saves",
+    "lightning_callback",
     "load",
     "log",
     "monitored_barrier",
