@@ -57,6 +57,7 @@ STUDIES: Final = {
     "survival": "operations.survival",
     "telemetry": "operations.telemetry",
     "tensor": "training.tensor",
+    "wrapped.checkpoints": "wrapped.checkpoints",
     "wrapped.overhead": "wrapped.overhead",
     "wrapped.process_groups": "wrapped.process_groups",
     "wrapped.torch": "wrapped.torch",

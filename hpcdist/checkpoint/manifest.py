@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -100,6 +100,13 @@ class StoredPiece(Slot):
     def name(self) -> str:
         """Kind and name of the tensor as "kind/name", for error messages."""
         return f"{self.kind}/{self.tensor}"
+
+    def run(self) -> tuple[int, int] | None:
+        """Return the range of the stored elements in the flattened tensor if they are consecutive, else None."""
+        if self.box[1:] != whole_box(self.shape[1:]):
+            return None
+        start = self.box[0][0] * math.prod(self.shape[1:]) if self.box else 0
+        return start + self.flat[0], start + self.flat[1]
 
     def runs(self) -> Runs:
         """Return the ranges of the stored elements in the flattened tensor, as `Runs`."""
@@ -217,6 +224,17 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
+def _first_gap(parts: Sequence[StoredPiece], size: int) -> int | None:
+    # The first element of a tensor of ``size`` elements that no part stores, or None.
+    reached = 0
+    for start, stop in sorted((part.run() or (-1, -1)) for part in parts):
+        if start < 0 or start > reached:  # not a single run, or not in order
+            all_runs = (part.runs() for part in parts)
+            return first_gap(((piece_runs.start, piece_runs.size) for piece_runs in all_runs), size)
+        reached = max(reached, stop)
+    return None if reached >= size else reached
+
+
 def build(
     step: int,
     world: int,
@@ -237,8 +255,7 @@ def build(
     for (kind, tensor, shape, _), parts in by_tensor.items():
         if any(part.flat == (0, math.prod(shape)) for part in parts):
             continue  # one piece covers the tensor
-        stretches = ((piece_runs.start, piece_runs.size) for piece_runs in (part.runs() for part in parts))
-        gap = first_gap(stretches, math.prod(shape))
+        gap = _first_gap(parts, math.prod(shape))
         if gap is not None:
             raise StorageError(
                 f"tensor {kind}/{tensor}: no rank saved element {gap} of {math.prod(shape)}; nothing is saved. The "

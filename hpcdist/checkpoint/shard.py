@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import xxhash
@@ -54,7 +54,14 @@ def directories(writers: int) -> list[str]:
     return [f"{number:02x}" for number in range(count)]
 
 
-BlockConsumer = Callable[[int, np.ndarray], None]  # arguments: index of the first element in the entry, elements
+class BlockConsumer(Protocol):
+    """Protocol of an object that uses the elements of a stored entry. Blocks arrive in parts, in ascending order."""
+
+    def memory(self, first: int, count: int) -> np.ndarray | None:
+        """Return the array for elements ``first`` to ``first + count - 1``, or None to get the elements in `take`."""
+
+    def take(self, first: int, elements: np.ndarray) -> None:
+        """Use ``elements``, which begin at index ``first`` of the entry. They are valid until the next call."""
 
 
 class DamagedError(StorageError):
@@ -77,13 +84,13 @@ class BlockReader:
             os.close(fd)
         self._open.clear()
 
-    def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
+    def read(self, entry: StoredPiece, block: int, consumer: BlockConsumer | None = None) -> int:
         """Read and verify block number ``block`` of ``entry``. Return the number of bytes. Raises DamagedError."""
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
         byte_range = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"
         try:
-            read_bytes, digest = self._pass(entry, offset, count, take)
+            read_bytes, digest = self._pass(entry, offset, count, consumer)
         except OSError as error:
             raise DamagedError(f"{byte_range} cannot be read: {error.strerror}") from error
         if read_bytes != count:
@@ -102,26 +109,30 @@ class BlockReader:
             count += read
         return count, digest.hexdigest()
 
-    def _pass(self, entry: StoredPiece, offset: int, count: int, take: BlockConsumer | None) -> tuple[int, str]:
+    def _pass(self, entry: StoredPiece, offset: int, count: int, consumer: BlockConsumer | None) -> tuple[int, str]:
         # Returns the number of bytes read and their digest, "" if the file is too short.
         fd, digest = self._fd(entry.file), xxhash.xxh3_128()
         elements = self._memory.view(dtype_of(entry.dtype))  # the same buffer as ``view``, as elements
         itemsize, view = elements.itemsize, self._memory.data
+        target: np.ndarray | None = None
         begin, done = entry.offset + offset, 0
         # The first part ends at a multiple of READ_BYTES in the file (in whole elements), so that later preads are
         # page-aligned. If less than an element is left up to there, the first part has READ_BYTES.
         size = (READ_BYTES - begin % READ_BYTES) // itemsize * itemsize or READ_BYTES
         while done < count:
             size = min(size, count - done)
-            part = view[:size]
+            first, length = (offset + done) // itemsize, size // itemsize
+            if consumer is not None:
+                target = consumer.memory(first, length)  # a read into the target saves a copy
+            part = view[:size] if target is None else target.view(np.uint8).data
             read = os.preadv(fd, [part], begin + done)
             if read < size:  # a signal may interrupt a read; 0 more bytes mean the end of the file
                 read += read_fully(fd, part[read:], begin + done + read)
             if read < size:
                 return done + read, ""
             digest.update(part)
-            if take is not None:
-                take((offset + done) // itemsize, elements[: size // itemsize])
+            if consumer is not None and target is None:
+                consumer.take(first, elements[:length])
             done, size = done + size, READ_BYTES
         return count, digest.hexdigest()
 
@@ -318,11 +329,12 @@ def write(
     sources: Sequence[BlockSource],
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
+    sync: Callable[[Overlay], object] = files.finish,
 ) -> WrittenShards:
     """Write the shard ``name`` in ``directory``. Return a description of the shard. Raises StorageError.
 
     ``sources[i]``: function that yields the bytes of ``slots[i]``. ``about``: attributes of the file. ``opens``:
-    function that creates the file.
+    function that creates the file. ``sync``: function that gets the complete file, and must fsync and close it.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)
@@ -339,8 +351,9 @@ def write(
     }
     path, outside = directory / name, xxhash.xxh3_128()
     offsets = files.write_contiguous(
-        path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION, opens=opens, outside=outside
-    )
+        path, datasets, about, attributes,
+        schema=SCHEMA, version=manifest.VERSION, opens=opens, outside=outside, sync=sync,
+    )  # fmt: skip
     entries = [
         StoredPiece(**vars(slot), file=name, dataset=dataset, offset=offsets[dataset], digests=tuple(stored.digests))
         for slot, (dataset, stored) in zip(slots, datasets.items(), strict=True)

@@ -1,8 +1,9 @@
 """Checkpoints of any program: `save` and `load` named arrays, whole or sharded, and small JSON values."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -12,18 +13,24 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import dtype_of, fault_in, name_of
 from hpcdist.arrays.piece import Box, Piece, whole_box
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint import manifest, two_phase
+from hpcdist.checkpoint import two_phase
 from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
+from hpcdist.checkpoint.restoring.restore import (
+    from_newest_intact,
+    newest_complete,
+    on_first_rank,
+    restore_together,
+    stored_entries,
+)
 from hpcdist.checkpoint.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number
-from hpcdist.errors import StorageError, UsageError
+from hpcdist.errors import BufferHandoverError, StorageError, UsageError
 
 KIND: Final = "state"
 FOLDER: Final = "checkpoints"
@@ -31,9 +38,12 @@ FOLDER: Final = "checkpoints"
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of a distributed array. Without ``start``, parts are rows in rank order. Raises UsageError."""
+    """This rank's part of a distributed array or tensor. Raises UsageError.
 
-    array: Array
+    Without ``start``, the parts are rows in rank order.
+    """
+
+    array: Any  # numpy or cupy array, or tensor of PyTorch
     start: tuple[int, ...] | None = None  # index of the part's first element in the whole array
     shape: tuple[int, ...] | None = None  # of the whole array
 
@@ -79,18 +89,45 @@ def save(
 ) -> Path:
     """Save ``state`` as a checkpoint in ``directory``. Return the checkpoint's path. Collective over ``comm``.
 
-    ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
-    value of rank 0. ``step``: None means the newest step + 1. ``background``: copy the state and return, while a thread
-    writes it; call `finish_saves` before the program ends. Raises UsageError, or StorageError on all ranks.
+    ``state``: dict with equal names on all ranks. A value is an array (numpy, cupy, or a PyTorch tensor) that all ranks
+    hold alike, a `Sharded` array, or a JSON value of rank 0. ``step``: None means the newest step + 1. ``background``:
+    copy the state and return, while a thread writes it; call `finish_saves` before the program ends. Raises UsageError,
+    or StorageError on all ranks.
     """
     where = communicator_of(comm)
-    pieces, values = [], {}
-    for name, value in state.items():
-        if is_array(value):
-            pieces.append(_piece(where, name, value, split_whole=True)[0])
-        else:
-            values[name] = value
+    held = [_piece(where, name, value)[0] for name, value in state.items() if is_array(value)]
+    values = {name: value for name, value in state.items() if not is_array(value)}
+    whole = [piece for piece in held if not isinstance(state[piece.tensor], Sharded)]
+    pieces = [piece for piece in held if isinstance(state[piece.tensor], Sharded)]
+    pieces += parts_to_save(whole, where.size, where.rank)
     return save_pieces(directory, pieces, values, step=step, keep=keep, comm=where, background=background)
+
+
+def parts_to_save(pieces: Sequence[Piece], count: int, index: int) -> list[Piece]:
+    """Return the parts of ``pieces`` that a rank saves, if ``count`` ranks hold the same pieces. Local.
+
+    ``index``: number of this rank among these ranks. The sequence of all pieces is divided into equal numbers of bytes,
+    so that most pieces are saved by one rank, and a checkpoint has few parts.
+    """
+    total = sum(piece.array.nbytes for piece in pieces)
+    begin, end = (total * number // count for number in (index, index + 1))
+    parts, start = [], 0
+    for piece in sorted(pieces, key=lambda piece: piece.tensor):  # the same order on all ranks
+        size, itemsize = piece.array.size, piece.array.dtype.itemsize
+        low, high = (_element(at - start, size, itemsize) for at in (begin, end))
+        start += size * itemsize
+        if low < high or (not size and index == 0):  # some rank must save an empty array
+            held = Range(low, high)
+            parts.append(replace(piece, flat=held.shift(piece.flat.start), array=piece.array[held.slice]))
+    return parts
+
+
+def _element(offset: int, size: int, itemsize: int) -> int:
+    # The first element of an aligned block that contains byte ``offset`` of an array, limited to 0 and ``size``.
+    if offset >= size * itemsize:
+        return size
+    block = max(1, ALIGN_BYTES // itemsize)
+    return max(0, offset // itemsize // block * block)
 
 
 def save_pieces(
@@ -172,8 +209,8 @@ def advance_saves(sums: np.ndarray) -> None:
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
     """Return {name: array or JSON value} of the newest intact checkpoint, or None. Collective over ``comm``.
 
-    ``state``: {name: array or `Sharded` to fill}. If ``state`` is None, every rank gets all arrays in full. Raises
-    StorageError if an array is missing or has another shape or dtype.
+    ``state``: {name: array, tensor or `Sharded` to fill in place}. If ``state`` is None, every rank gets all arrays in
+    full. Raises StorageError if an array is missing or has another shape or dtype.
     """
     where = communicator_of(comm)
     finish_saves(where)
@@ -186,7 +223,7 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
 
 def is_array(value: object) -> bool:
     """Return True if ``value`` is saved as an array, False if it is saved as JSON. Local."""
-    return isinstance(value, Sharded | np.ndarray | np.generic) or backend.is_device(value)
+    return isinstance(value, Sharded | np.ndarray | np.generic) or _is_tensor(value) or backend.is_device(value)
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
@@ -217,30 +254,24 @@ def _lock(directory: Path) -> None:
 
 
 def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]:
-    stored, _ = on_first_rank(comm, lambda: stored_content(path))
+    entries = stored_entries(comm, path)
+    stored = entries.shapes(KIND)
     if state is None:
         state = {name: np.empty(shape, dtype_of(dtype)) for name, (shape, dtype) in stored.items()}
     pieces, results, copies = [], dict[str, Any](), []
     for name, value in state.items():
         if not is_array(value):
             continue
-        piece, copied = _piece(comm, name, value, split_whole=False)
+        piece, copied = _piece(comm, name, value)
         check_stored(path, piece, stored.get(name))
         pieces.append(piece)
         results[name] = value.array if isinstance(value, Sharded) else value
         if copied:
             copies.append((results[name], piece.array))
-    scalars = restore_together(comm, path, pieces)
+    scalars = restore_together(comm, path, pieces, stored=entries)
     for target, filled in copies:
-        target[...] = filled.reshape(target.shape)
+        _fill(target, filled)
     return scalars | results
-
-
-def stored_content(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Any]]:
-    """Return ({array name: (shape, dtype)}, {name: JSON value}) of the checkpoint ``path``. Local."""
-    loaded = manifest.load(path)
-    shapes = {entry.tensor: (tuple(entry.shape), entry.dtype) for entry in loaded.pieces if entry.kind == KIND}
-    return shapes, dict(loaded.scalars)
 
 
 def check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
@@ -258,22 +289,57 @@ def check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] |
         )
 
 
-def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> tuple[Piece, bool]:
+def _piece(comm: Communicator, name: str, value: Any) -> tuple[Piece, bool]:
+    # The piece, and True if its array is a copy.
     array = value.array if isinstance(value, Sharded) else value
+    if _is_tensor(array):
+        flat, copied = _memory(name, array)
+        box, shape = _placed(comm, value) if isinstance(value, Sharded) else (whole_box(array.shape), array.shape)
+        return Piece(KIND, name, tuple(shape), box, Range(0, flat.size), flat), copied
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")
     if fault := fault_in(array.dtype):
         raise UsageError(f"the array {name!r} cannot be used: {fault}")
     copied = not array.flags.c_contiguous
     flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
-    part = Range(0, flat.size)
-    if isinstance(value, Sharded):
-        box, shape = _placed(comm, value)
+    box, shape = _placed(comm, value) if isinstance(value, Sharded) else (whole_box(array.shape), array.shape)
+    return Piece(KIND, name, shape, box, Range(0, flat.size), flat), copied
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # a program with tensors has imported PyTorch
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _memory(name: str, tensor: Any) -> tuple[Array, bool]:
+    # A 1-D array over the memory of ``tensor`` or of a contiguous copy, and True for a copy.
+    from hpcdist.adapters.torch.arrays import check_memory, contiguous, flat_array
+
+    if hasattr(tensor, "placements"):
+        raise UsageError(f"{name} is a DTensor; use hpcdist.torch.save and load, which know its shards")
+    try:
+        check_memory(tensor)
+        memory = contiguous(tensor)
+        flat = flat_array(memory)
+    except BufferHandoverError as error:
+        raise UsageError(f"the tensor {name!r} cannot be used: {error}") from error
+    if name_of(flat.dtype) != str(tensor.dtype).removeprefix("torch."):
+        raise UsageError(
+            f"the tensor {name!r} is of {tensor.dtype}, which checkpoints of arrays do not have; pass a view: "
+            "tensor.view(torch.uint8), or torch.view_as_real(tensor) of a complex tensor; or use hpcdist.torch.save"
+        )
+    return flat, memory is not tensor
+
+
+def _fill(target: Any, flat: Array) -> None:
+    # Copy the elements of ``flat`` to an array or tensor that is not contiguous.
+    if _is_tensor(target):
+        from hpcdist.adapters.torch.arrays import tensor_of
+
+        as_bytes = tensor_of(flat.view(np.uint8))
+        target.detach().copy_(as_bytes.view(target.dtype).reshape(target.shape))
     else:
-        box, shape = whole_box(array.shape), array.shape
-        if split_whole:
-            part = split(flat.size, comm.size, flat.itemsize)[comm.rank]
-    return Piece(KIND, name, shape, box, part, flat[part.slice]), copied
+        target[...] = flat.reshape(target.shape)
 
 
 def _placed(comm: Communicator, part: Sharded) -> tuple[Box, tuple[int, ...]]:

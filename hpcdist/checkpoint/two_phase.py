@@ -1,12 +1,14 @@
 """Save in two phases: writers write shards into ``step-N.tmp``, and rank 0 renames it to ``step-N`` if all succeeded.
 
-Every writer syncs its shard before rank 0 gathers the outcomes. Rank 0 writes the manifest before the rename. After an
-error, rank 0 removes ``step-N.tmp``. A writer holds two buffers of 16 MiB.
+Rank 0 gathers descriptions of the shards, and prepares index and manifest while the disks write the shards. Every
+writer syncs its shard before rank 0 gathers the results of the syncs. Rank 0 writes the manifest before the rename.
+After an error, rank 0 removes ``step-N.tmp``. A writer holds two buffers of 16 MiB.
 """
 
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +29,7 @@ from hpcdist.checkpoint.shard import BlockSource, IncomingBlocks, WrittenShards,
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files
 from hpcdist.hdf5.overlay import Overlay
 
 # A shard is linked only if at least one byte in MAX_UNUSED_RATIO is in use; otherwise it is rewritten (empirical).
@@ -50,6 +53,7 @@ class IncrementalWriter:
         sources: Sequence[BlockSource],
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
+        sync: Callable[[Overlay], object] = files.finish,
     ) -> WrittenShards:
         """Write changed tensor data like `shard.write`. Hard-link older shards for unchanged data. Local."""
         temporary, final = directories
@@ -58,7 +62,7 @@ class IncrementalWriter:
         new_shard = WrittenShards()
         if new or not linked:  # a writer without pieces writes an empty shard
             changed = [slot for slot, _ in new], [source for _, source in new]
-            new_shard = shard.write(temporary, name, *changed, about, opens)
+            new_shard = shard.write(temporary, name, *changed, about, opens, sync)
         entries = dict(zip((slot for slot, _ in new), new_shard.entries, strict=True)) | linked
         shards = WrittenShards(
             shards.files | new_shard.files,
@@ -270,14 +274,19 @@ def save_planned(
     group = group_of(comm, writers)
     prepare(plan, group, comm)
     gathering = GroupGather(group, pieces)
+    syncs: list[_Sync] = []
     if group.writes:
-        outcome = write(plan, group, gathering.slots, gathering.sources(), incremental)
+        slots, sources = gathering.slots, gathering.sources()
+        outcome = write(plan, group, slots, sources, incremental, lambda file: syncs.append(_Sync(file)))
         gathering.end()
     else:
         outcome = ShardOutcome(gathering.bring())
-    outcomes = gather(comm, outcome)  # the vote: rank 0 now knows if every shard is on disk
+    outcomes = gather(comm, outcome)
+    draft = _Draft(plan, outcomes) if comm.rank == 0 else None
+    # The vote: rank 0 now knows if every shard is on disk.
+    errors = comm.allgather_object(next((error for error in [sync.result() for sync in syncs] if error), ""))
     # The broadcast in `agree` is also a barrier: no rank returns before the checkpoint is visible.
-    agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
+    agree(comm, "" if draft is None else draft.commit(errors))
     if incremental is not None:
         incremental.settle()
     return plan.final
@@ -300,19 +309,19 @@ def write(
     slots: Sequence[Slot],
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
+    sync: Callable[[Overlay], object] = files.finish,
 ) -> ShardOutcome:
     """Write the shard of ``group``. Return a `ShardOutcome` with the shard or the error text. Local.
 
-    ``slots``: tensor slices to store. ``sources``: see `shard.write`. ``incremental``: None to write all data.
+    ``slots``: tensor slices to store. ``sources``, ``sync``: see `shard.write`. ``incremental``: None to write all.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
     try:
         if incremental is not None:
-            return ShardOutcome(
-                "", incremental.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens)
-            )
-        return ShardOutcome("", shard.write(plan.temporary, name, slots, sources, about, plan.opens))
+            paths = plan.temporary, plan.final
+            return ShardOutcome("", incremental.write(paths, name, slots, sources, about, plan.opens, sync))
+        return ShardOutcome("", shard.write(plan.temporary, name, slots, sources, about, plan.opens, sync))
     except OSError as failure:
         return ShardOutcome(str(failure))
 
@@ -339,36 +348,75 @@ def agree(comm: Communicator, error: str) -> None:
         raise StorageError(f"the checkpoint was not saved: {error}")
 
 
+class _Sync(threading.Thread):
+    # Thread that waits until ``file`` is on the disk, and closes ``file``.
+    def __init__(self, file: Overlay) -> None:
+        super().__init__(name="hpcdist sync", daemon=True)
+        self._file, self._error = file, ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            files.finish(self._file)
+        except OSError as error:
+            self._error = f"{self._file.path}: cannot be written: {error.strerror or error}; check the disk"
+
+    def result(self) -> str:
+        """Return an error text, or "" once the file is on the disk."""
+        self.join()
+        return self._error
+
+
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     """Commit ``plan`` if all ranks succeeded, else remove the temporary files. Return an error text, or "". Local."""
-    # If another job has taken over the directory, the unfinished checkpoint is not removed.
-    taken = lost(plan.directory.parent)
-    if taken:
-        return taken
-    error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
-    error = error or _commit(plan, outcomes)
-    if error:
-        shutil.rmtree(plan.temporary, ignore_errors=True)  # frees space on a full disk
-    return error
+    return _Draft(plan, outcomes).commit()
 
 
-def _commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
-    shards = [outcome.written for outcome in outcomes if outcome.written is not None]
-    sizes = {name: size for written in shards for name, size in written.files.items()}
-    outside = {name: digest for written in shards for name, digest in written.outside.items()}
-    try:
-        entries = [entry for written in shards for entry in written.entries]
-        committed = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
-        unused = tuple(entry for written in shards for entry in written.unused)
-        committed = replace(
-            committed,
-            index=shard.write_index(plan.temporary, committed.pieces, plan.step),
-            outside=outside,
-            unused=unused,
-        )
-        names.commit(plan.directory, plan.step, manifest.encode(committed), plan.keep)
-    except StorageError as failure:
+class _Draft:
+    # Index and manifest of a checkpoint, before the commit.
+    def __init__(self, plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> None:
+        self._plan, self._manifest = plan, ""
+        self._error = _first_error([outcome.error for outcome in outcomes])
+        self._taken = lost(plan.directory.parent)
+        if not self._error and not self._taken:
+            self._write(plan, outcomes)
+
+    def _write(self, plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> None:
+        shards = [outcome.written for outcome in outcomes if outcome.written is not None]
+        sizes = {name: size for written in shards for name, size in written.files.items()}
+        outside = {name: digest for written in shards for name, digest in written.outside.items()}
+        try:
+            entries = [entry for written in shards for entry in written.entries]
+            committed = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
+            unused = tuple(entry for written in shards for entry in written.unused)
+            index = shard.write_index(plan.temporary, committed.pieces, plan.step)
+            self._manifest = manifest.encode(replace(committed, index=index, outside=outside, unused=unused))
+        except OSError as failure:
+            self._error = _described(plan, failure)
+
+    def commit(self, errors: Sequence[str] = ()) -> str:
+        """Commit the checkpoint if ``errors``, the texts of all ranks, are "". Return an error text, or "". Local."""
+        plan = self._plan
+        # If another job has taken over the directory, the unfinished checkpoint is not removed.
+        taken = self._taken or lost(plan.directory.parent)
+        if taken:
+            return taken
+        error = self._error or _first_error(errors)
+        if not error:
+            try:
+                names.commit(plan.directory, plan.step, self._manifest, plan.keep)
+            except OSError as failure:
+                error = _described(plan, failure)
+        if error:
+            shutil.rmtree(plan.temporary, ignore_errors=True)  # frees space on a full disk
+        return error
+
+
+def _first_error(errors: Sequence[str]) -> str:
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), "")
+
+
+def _described(plan: SavePlan, failure: OSError) -> str:
+    if isinstance(failure, StorageError):
         return str(failure)
-    except OSError as failure:
-        return f"{plan.directory} cannot be written: {failure.strerror or failure}"
-    return ""
+    return f"{plan.directory} cannot be written: {failure.strerror or failure}"

@@ -232,9 +232,11 @@ class DatasetMaker:
         self._contiguous.set_obj_track_times(False)  # equal states give equal bytes at any time
         self._types: dict[Any, h5t.TypeID] = {}
         self._spaces: dict[tuple[int, ...], h5s.SpaceID] = {}
+        self._boxes: dict[tuple[tuple[int, ...], Box], h5s.SpaceID] = {}  # many tensors have the same shape and region
         self._text = h5py.string_dtype()
         self._text_type = h5t.py_create(self._text, logical=True)
         self._text_in_memory = h5t.py_create(self._text)
+        self._texts: dict[str, np.ndarray] = {}  # by value: most datasets have the same
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
         """Allocate the dataset ``name`` without writing its elements. Return the elements' byte offset in the file.
@@ -278,12 +280,16 @@ class DatasetMaker:
         for name, value in attributes.items():
             if isinstance(value, str):
                 attribute = h5a.create(dataset, name.encode(), self._text_type, self._space(()))
-                attribute.write(np.array(value, dtype=self._text), mtype=self._text_in_memory)
+                text = self._texts.get(value)
+                if text is None:
+                    text = self._texts[value] = np.array(value, dtype=self._text)
+                attribute.write(text, mtype=self._text_in_memory)
                 continue
             numbers = np.asarray(value, np.int64)
-            attribute = h5a.create(dataset, name.encode(), self._type(numbers.dtype), self._space(numbers.shape))
+            kind = self._type(numbers.dtype)
+            attribute = h5a.create(dataset, name.encode(), kind, self._space(numbers.shape))
             if numbers.size:
-                attribute.write(numbers)
+                attribute.write(numbers, mtype=kind)
 
     def _space(self, shape: Sequence[int]) -> h5s.SpaceID:
         key = tuple(shape)
@@ -292,10 +298,14 @@ class DatasetMaker:
         return self._spaces[key]
 
     def _boxed(self, shape: Sequence[int], box: Box) -> h5s.SpaceID:
-        if all(start == 0 and stop == size for (start, stop), size in zip(box, shape, strict=True)):
-            return self._space(shape)
-        space = h5s.create_simple(tuple(shape))
-        space.select_hyperslab(tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
+        key = tuple(shape), box
+        space = self._boxes.get(key)
+        if space is None:
+            space = self._space(shape)
+            if any(start or stop < size for (start, stop), size in zip(box, shape, strict=True)):
+                space = h5s.create_simple(tuple(shape))
+                space.select_hyperslab(tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
+            self._boxes[key] = space
         return space
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -283,6 +283,12 @@ def storable(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
+def finish(file: Overlay) -> None:
+    """Wait until ``file`` is on the disk, and close ``file``. Raises OSError."""
+    with file:
+        file.fsync()
+
+
 def write_contiguous(
     path: str | os.PathLike[str],
     datasets: Mapping[str, np.ndarray | Blocks],
@@ -293,16 +299,18 @@ def write_contiguous(
     version: int,
     opens: Callable[[Path], Overlay] = Overlay.created,
     outside: xxhash.xxh3_128 | None = None,
+    sync: Callable[[Overlay], object] = finish,
 ) -> dict[str, int]:
     """Write ``datasets``, {name: array}, to a new HDF5 file ``path``, and fsync it. Raises StorageError.
 
     Return {dataset name: byte offset of its elements}. ``attributes``: root attributes. ``dataset_attributes``:
-    attributes by dataset name.
+    attributes by dataset name. ``sync``: function that gets the complete file, and must fsync and close it.
     """
     path = Path(path)
     try:
         # `opens` creates the file `path` and returns its `Overlay`.
-        with opens(path) as overlay:
+        with ExitStack() as stack:
+            overlay = stack.enter_context(opens(path))
             aligned = {"alignment_threshold": ALIGNED_BYTES, "alignment_interval": ALIGNED_BYTES}
             with h5py.File(overlay, "w", libver=CHECKSUMMED, **aligned) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
@@ -321,7 +329,8 @@ def write_contiguous(
             overlay.commit(wait=False)
             for name, array in datasets.items():
                 _write_bytes(overlay, array, offsets[name])
-            overlay.fsync()
+            stack.pop_all()
+            sync(overlay)
     except FileExistsError as error:
         raise StorageError(f"{path}: exists already; remove the file, or choose another path") from error
     except StorageError:  # raised by `Blocks` if the source cannot be read

@@ -7,9 +7,11 @@ any existing byte changes.
 import io
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Self
 
 import xxhash
@@ -81,6 +83,29 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
     return size, pages
 
 
+class WriteBack(threading.Thread):
+    """Thread that starts to write the bytes of the file ``fd`` to the disk, because the call blocks on a busy disk."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(name="hpcdist write-back", daemon=True)
+        self._fd = fd
+        self._ranges = SimpleQueue[tuple[int, int] | None]()
+        self.start()
+
+    def begin(self, offset: int, nbytes: int) -> None:
+        """Start to write ``nbytes`` bytes from byte ``offset``. Do not wait."""
+        self._ranges.put((offset, nbytes))
+
+    def run(self) -> None:
+        while (part := self._ranges.get()) is not None:
+            begin_write_back(self._fd, *part)
+
+    def end(self) -> None:
+        """Wait until the disk has received all requests, and end the thread."""
+        self._ranges.put(None)
+        self.join()
+
+
 class Overlay(io.RawIOBase):
     """File object for h5py's driver "fileobj". Changes of the file ``path`` reach the disk only at `commit`."""
 
@@ -88,7 +113,7 @@ class Overlay(io.RawIOBase):
         # If `read_only`, the changes of an unfinished commit are visible, but not written. After an exception, only
         # `close` may be called.
         super().__init__()
-        self._path = path
+        self.path = path
         mode = os.O_RDONLY if read_only else os.O_RDWR
         self._fd = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         self._original = self._size = os.fstat(self._fd).st_size
@@ -96,6 +121,7 @@ class Overlay(io.RawIOBase):
         self._position = 0
         self._failure: OSError | None = None  # error of a write, raised by `commit`
         self._pages: dict[int, bytearray] = {}
+        self._write_back: WriteBack | None = None
         if not create:
             # Finish a commit that a killed writer left unfinished.
             self._recover(read_only)
@@ -106,7 +132,7 @@ class Overlay(io.RawIOBase):
         return cls(path, create=True)
 
     def _recover(self, read_only: bool) -> None:
-        waiting = read_journal(self._path)
+        waiting = read_journal(self.path)
         if waiting is not None:
             self._size, pages = waiting
             self._pages = {number: bytearray(page) for number, page in pages.items()}
@@ -115,7 +141,7 @@ class Overlay(io.RawIOBase):
                 self._original = self._valid = self._size
                 self._pages.clear()
         if not read_only:
-            journal_of(self._path).unlink(missing_ok=True)
+            journal_of(self.path).unlink(missing_ok=True)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
@@ -199,19 +225,19 @@ class Overlay(io.RawIOBase):
                 self._write_journal({number: self._pages[number] for number in in_place})
         except OSError:
             with suppress(OSError):  # the first error is raised
-                journal_of(self._path).unlink(missing_ok=True)
+                journal_of(self.path).unlink(missing_ok=True)
                 os.ftruncate(self._fd, self._original)
             raise
         # 3. The pages in place; this needs no more disk space.
         if wait or in_place:
             self._apply(in_place)
-            journal_of(self._path).unlink(missing_ok=True)
+            journal_of(self.path).unlink(missing_ok=True)
         self._original = self._valid = self._size
         self._pages.clear()
 
     def _write_journal(self, pages: Mapping[int, bytearray]) -> None:
-        journal_of(self._path).unlink(missing_ok=True)  # also removes a symbolic link
-        fd = atomic.create(journal_of(self._path))
+        journal_of(self.path).unlink(missing_ok=True)  # also removes a symbolic link
+        fd = atomic.create(journal_of(self.path))
         try:
             before = {number: pread_all(self._fd, PAGE_BYTES, number * PAGE_BYTES) for number in pages}
             pwrite_all(fd, encode_journal(self._size, pages, before), 0)
@@ -234,15 +260,24 @@ class Overlay(io.RawIOBase):
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
         if data.nbytes >= BEGIN_BYTES:
-            begin_write_back(self._fd, offset, data.nbytes)
+            if self._write_back is None:
+                self._write_back = WriteBack(self._fd)
+            self._write_back.begin(offset, data.nbytes)
 
     def fsync(self) -> None:
         """Wait until the file is on the disk. Raises OSError."""
+        self._end_write_back()
         os.fsync(self._fd)
+
+    def _end_write_back(self) -> None:
+        if self._write_back is not None:
+            self._write_back.end()
+            self._write_back = None
 
     def close(self) -> None:
         """Discard uncommitted changes and close the file."""
         if not self.closed:
             self._pages.clear()
+            self._end_write_back()
             os.close(self._fd)
         super().close()

@@ -28,14 +28,15 @@ def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to export")
     narrow, sample, lock_step = run.run.steps, run.run.sample.steps, bool(run.attributes.get("lock_step", 1))
+    counts = _counts(narrow["step"])
     columns = {
         "training_loss_nats": narrow["loss"],
         "learning_rate": narrow["learning_rate"],
-        "tokens_total": np.cumsum(narrow["tokens"]),
+        "tokens_total": np.cumsum(counts * narrow["tokens"]),
         "world_ranks": narrow["world"],
     }
     if run.run.complete:
-        columns["sent_bytes_total"] = np.cumsum(np.sum(run.run.sample.steps["sent_bytes"], axis=1))
+        columns["sent_bytes_total"] = np.cumsum(counts * np.sum(run.run.sample.steps["sent_bytes"], axis=1))
     rows: dict[int, dict[str, float]] = {
         int(step): {name: float(column[index]) for name, column in columns.items()}
         for index, step in enumerate(narrow["step"])
@@ -52,6 +53,12 @@ def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
             if step in rows and split(key)[0] in QUANTITIES:
                 rows[step][key] = value
     return {step: {key: value for key, value in row.items() if np.isfinite(value)} for step, row in rows.items()}
+
+
+def _counts(steps: np.ndarray) -> np.ndarray:
+    # The number of steps that each row stands for: the rows of a script may have the mean values of several steps. The
+    # first row has the sum of all steps until then.
+    return np.maximum(1, np.diff(steps.astype(np.int64), prepend=steps[:1].astype(np.int64) - 1))
 
 
 def _step_row(sample: Mapping[str, np.ndarray], index: int) -> StepRow:

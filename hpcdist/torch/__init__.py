@@ -21,7 +21,7 @@ from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
 from hpcdist.torch.metrics import log, phase
 from hpcdist.torch.state import RandomState, last_saved, load, save, saved
-from hpcdist.torch.stop import exit_if_stopped, should_stop, trainer_callback, until_stop
+from hpcdist.torch.stop import exit_if_stopped, lightning_callback, should_stop, trainer_callback, until_stop
 from hpcdist.training.run.stop_requests import watch_signals
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "exit_if_stopped",
     "finish_saves",
     "last_saved",
+    "lightning_callback",
     "load",
     "log",
     "monitored_barrier",

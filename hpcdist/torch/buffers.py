@@ -4,32 +4,15 @@ Bools and 8-bit floats are sent as bytes, complex numbers as pairs of floats. GP
 operation's stream. Without cupy, each operation copies them to pinned host memory and back.
 """
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 
+from hpcdist.adapters.torch.arrays import check_memory, contiguous, flat_array
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import BFLOAT16
-from hpcdist.arrays.gpu import device
-from hpcdist.errors import BufferHandoverError
 from hpcdist.torch import streams
-
-_FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-_BYTES: Final = {torch.bool, *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name))}
-_NUMBERS: Final = (
-    "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-)  # fmt: skip
-_SEEN_AS: Final = {
-    **{getattr(torch, name): np.dtype(name) for name in _NUMBERS},
-    **dict.fromkeys(_BYTES, np.dtype(np.uint8)),
-    torch.bfloat16: BFLOAT16,
-    torch.complex64: np.dtype(np.float32),
-    torch.complex128: np.dtype(np.float64),
-}
 
 
 class Buffer:
@@ -44,20 +27,11 @@ class Buffer:
     def __init__(self, tensor: torch.Tensor, copy: bool = False) -> None:
         self._tensor = tensor
         self._copy: torch.Tensor | None = None
-        if tensor.layout is not torch.strided:
-            kind = str(tensor.layout).removeprefix("torch.")
-            raise BufferHandoverError(
-                f"{kind} tensors are not supported; pass tensor.to_dense(). For the gradients of an embedding, set "
-                "sparse=False in torch.nn.Embedding"
-            )
-        if not (tensor.is_cpu or tensor.is_cuda):
-            raise BufferHandoverError(
-                f"a tensor on the device {tensor.device} cannot be communicated; move the tensor to cpu or cuda"
-            )
-        is_usable = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if copy or not (is_usable and (tensor.is_cuda or tensor.data_ptr() % min(tensor.itemsize, 8) == 0)):
-            plain = tensor.detach().resolve_conj().resolve_neg()
-            tensor = self._copy = plain.clone(memory_format=torch.contiguous_format)
+        if tensor.layout is not torch.strided or tensor.is_quantized or not (tensor.is_cpu or tensor.is_cuda):
+            check_memory(tensor)  # raises
+        plain = contiguous(tensor, copy=copy)
+        if plain is not tensor:
+            tensor = self._copy = plain
         if tensor.is_cpu:
             self.array = array_of(tensor)
 
@@ -111,20 +85,9 @@ def _do_overlap(*lists: Sequence[torch.Tensor]) -> bool:
 
 def array_of(memory: torch.Tensor) -> Array:
     """Return a 1-D array over the memory of a contiguous tensor. Raises BufferHandoverError for unsupported dtypes."""
-    dtype = _SEEN_AS.get(memory.dtype)
-    if dtype is None:
-        if memory.is_quantized:
-            raise BufferHandoverError("quantised tensors are not supported; pass tensor.dequantize()")
-        raise BufferHandoverError(f"tensors of {memory.dtype} cannot be communicated; pass tensor.view(torch.uint8)")
     if memory.is_cuda:
         streams.record_use(memory)
-        view: Array = device.cupy().from_dlpack(memory.detach().reshape(-1).view(torch.uint8)).view(dtype)
-        return view
-    # Not `memory.numpy()`: PyTorch then forbids resizing the storage, which FSDP needs to free parameters.
-    nbytes = memory.nbytes
-    block = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
-    block.tensor = memory  # type: ignore[attr-defined]  # keeps the memory alive as long as the array
-    return np.ndarray(nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
+    return flat_array(memory)
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:

@@ -5,15 +5,16 @@ event log. A killed script loses the rows of the last seconds.
 """
 
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 
 from hpcdist.comm.mpi.world import World
 from hpcdist.comm.record.clock_offsets import HostClocks
@@ -57,7 +58,7 @@ class LoggedRow(NamedTuple):
     figures: Mapping[str, float]
     seconds: Mapping[str, float] = {}  # by phase: "compute", "communication", and the phases of the script
     sent_bytes: float = math.nan
-    steps: int = 1  # for which the row stands
+    steps: int = 1  # number of steps that the row stands for
 
 
 class ScriptMetrics:
@@ -81,6 +82,8 @@ class ScriptMetrics:
         self._warm: tuple[int, BytesMoved] | None = None  # the first step, and the bytes until its end
         self._moved = BytesMoved()  # until the last step
         self._writer = _RowWriter(world, directory, recipe.telemetry) if comm.rank == 0 else None
+        self._thread = ThreadPoolExecutor(1, "hpcdist metrics")  # writes, so that steps need not wait for the disk
+        self._written = self._thread.submit(lambda: None)  # the last task of the thread
         self.end = FINISHED
         self._note_clocks()
         self._activities = Activities(spans)
@@ -111,7 +114,7 @@ class ScriptMetrics:
 
     def _flush(self) -> None:
         with self._spanned("other", METRICS):
-            rows, self._rows = self._rows, []
+            rows, self._rows = _resolved(self._rows), []
             self._energy.attribute()
             if self._rank:
                 if rows:
@@ -120,7 +123,15 @@ class ScriptMetrics:
             messages = [(0, rows), *self._channel.arrived()]
             self._record(lambda writer: writer.write(messages))
 
-    def _record(self, act: Callable[["_RowWriter"], None]) -> None:
+    def _record(self, act: Callable[["_RowWriter"], None]) -> "Future[None]":
+        if self._written.done():
+            self._written.result()  # raises an unexpected error of an earlier task
+        if self._rank == 0:
+            self._written = self._thread.submit(self._act, self._written, act)
+        return self._written
+
+    def _act(self, previous: "Future[None]", act: Callable[["_RowWriter"], None]) -> None:
+        previous.result()
         # The script goes on without metrics if rank 0 cannot write: other ranks would wait in their collectives.
         if self._writer is not None:
             try:
@@ -153,8 +164,7 @@ class ScriptMetrics:
         self._append(side_tables.note_clocks(self._clocks))
 
     def _append(self, append: Callable[[Any, int], None]) -> None:
-        if self._writer is not None:
-            self._writer.append(append)
+        self._record(lambda writer: writer.append(append))
 
     def settle(self, *, final: bool = False) -> None:
         """Write all rows and the energy of all ranks. Collective. ``final``: no rows follow."""
@@ -170,6 +180,7 @@ class ScriptMetrics:
                 self._energy.note(final=final)
             except StorageError as error:  # on rank 0
                 _say(f"hpcdist: {error}; the script goes on")
+            self._written.result()
 
     def close(self) -> None:
         """Write everything, and end the event log. Collective."""
@@ -181,7 +192,11 @@ class ScriptMetrics:
         first, until = self._warm or (last, self._moved)
         moved = self._moved.since(until)._asdict() if last > first else {}
         per_step = {way: nbytes / (last - first) for way, nbytes in moved.items()}
-        self._record(lambda writer: writer.close(self.end, per_step))
+        self._record(lambda writer: writer.close(self.end, per_step)).result()
+        self._thread.shutdown()
+
+
+_MEASURED: Final = "step_s", "compute_s", "communication_s", "update_s", "sent_bytes", "data_s"  # by rank
 
 
 class _RowWriter:
@@ -243,29 +258,32 @@ class _RowWriter:
         losses = [row.validation_loss for row in rows if not math.isnan(row.validation_loss)]
         if losses:
             self._events.hold_up(step + 1)
-            file.evaluation(step, statistics.mean(losses))
-            self._events.add("evaluation", step, {"validation_loss_nats": statistics.mean(losses)})
+            file.evaluation(step, _mean(losses))
+            self._events.add("evaluation", step, {"validation_loss_nats": _mean(losses)})
         self._events.log(step, [(1.0, row.figures) for row in rows])
 
     def _add_step(self, file: MetricsWriter, step: int, ranks: Mapping[int, LoggedRow]) -> None:
         rows = [*ranks.values()]
-        weights = [row.samples for row in rows]
-        loss = float(np.average([row.loss for row in rows], weights=weights if sum(weights) > 0 else None))
-        rate, samples = rows[0].learning_rate, round(sum(weights))
-        wide = {name: np.full(self._world.size, math.nan) for name in (*PER_RANK, "data_s")}
+        samples = sum(row.samples for row in rows)
+        loss = _mean([row.loss or 0.0 for row in rows], [row.samples for row in rows] if samples > 0 else None)
+        wide = np.full((len(_MEASURED), self._world.size), math.nan)
         for rank, row in ranks.items():
             if any(name in row.seconds for name in LONG):
                 self._events.hold_up(step)
-            wide["step_s"][rank] = math.fsum(row.seconds.values())
-            for name in ("compute", "communication", "update", "data"):
-                wide[f"{name}_s"][rank] = row.seconds.get(name, 0.0)
-            wide["sent_bytes"][rank] = row.sent_bytes
+            compute_s, communication_s, update_s, data_s = (
+                row.seconds.get(name, 0.0) for name in ("compute", "communication", "update", "data")
+            )
+            step_s = math.fsum(row.seconds.values())
+            wide[:, rank] = step_s, compute_s, communication_s, update_s, row.sent_bytes, data_s
+        measured = dict(zip(_MEASURED, wide, strict=True))
+        columns: dict[str, Any] = {name: measured[name] for name in PER_RANK}
+        waits = [row.seconds.get("data", 0.0) for row in rows]
         if self._has_step:
-            self._waits = self._waits[0] + 1, self._waits[1] + float(np.nanmean(wide["data_s"]))
+            self._waits = self._waits[0] + 1, self._waits[1] + _mean(waits)
         self._has_step = True
-        columns: dict[str, Any] = {name: wide[name] for name in PER_RANK}
-        file.append(step=step, loss=loss, learning_rate=rate, tokens=samples, **columns)
-        self._events.row(StepRow(step, rows[0].time_ns, loss, rate, samples, ranks=wide))
+        rate = rows[0].learning_rate
+        file.append(step=step, loss=loss, learning_rate=rate, tokens=round(samples), **columns)
+        self._events.row(StepRow(step, rows[0].time_ns, loss, rate, round(samples), ranks=measured))
 
     def _open(self, done: int) -> MetricsWriter:
         # ``done``: the last step that the file keeps.
@@ -286,6 +304,13 @@ class _RowWriter:
             self._file.close()
             self._events.close(normal=True)
         self._starts.ended(end)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    # Much faster than `statistics.mean` and `numpy.average` for few values.
+    if weights is None:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _say(text: str) -> None:
@@ -362,13 +387,39 @@ def log(
     row = LoggedRow(
         int(logged_number("step", step)),
         time.time_ns(),
-        None if loss is None else logged_number("loss", loss),
-        logged_number("samples", samples),
-        logged_number("learning_rate", learning_rate),
-        logged_number("validation_loss", validation_loss),
-        {name: logged_number(name, value) for name, value in figures.items()},
+        None if loss is None else _number("loss", loss),
+        _number("samples", samples),
+        _number("learning_rate", learning_rate),
+        _number("validation_loss", validation_loss),
+        {name: _number(name, value) for name, value in figures.items()},
     )
     _recorders[0].add(row)
+
+
+def _number(name: str, value: Any) -> Any:
+    # A tensor on a GPU is copied there, because a float would wait for the GPU. `_resolved` makes the float.
+    if isinstance(value, torch.Tensor) and not value.is_cpu and value.numel() == 1:
+        return value.detach().reshape(()).to(torch.float64, copy=True)
+    return logged_number(name, value)
+
+
+def _resolved(rows: Sequence[LoggedRow]) -> list[LoggedRow]:
+    """Return ``rows`` with floats in place of tensors. Waits once for each GPU."""
+    held: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for value in (value for row in rows for value in (*row, *row.figures.values())):
+        if isinstance(value, torch.Tensor):
+            held.setdefault(value.device, {})[id(value)] = value
+    floats: dict[int, float] = {}
+    for values in held.values():
+        floats |= zip(values, torch.stack([*values.values()]).tolist(), strict=True)
+    if not floats:
+        return [*rows]
+
+    def as_float(value: Any) -> Any:
+        return floats.get(id(value), value)
+
+    figures = [{name: as_float(value) for name, value in row.figures.items()} for row in rows]
+    return [LoggedRow(*map(as_float, row))._replace(figures=named) for row, named in zip(rows, figures, strict=True)]
 
 
 @contextmanager

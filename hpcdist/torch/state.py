@@ -5,6 +5,7 @@ key. Tensors become arrays of the checkpoint (`hpcdist.checkpoint.state`), all o
 DTensor and 2-D meshes store the names and shapes of one process, so any number of ranks can load the checkpoint.
 """
 
+import functools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpcdist.arrays.piece import Box, Piece, whole_box
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import state as arrays
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import RUN_DIR
@@ -89,19 +90,18 @@ State: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Held:
-    # A tensor of the state and the region of the whole tensor that it holds. ``replicas``: number of ranks with the
-    # same elements, and this rank's number among them; the number -1 means that this rank writes nothing.
+    # A tensor of the state and the region of the whole tensor that it holds. ``replicas``: the ranks with the same
+    # elements, as a name, their number, and this rank's number among them; the number -1 means that this rank writes
+    # nothing.
     buffer: Buffer
     shape: tuple[int, ...]
     box: Box
-    replicas: tuple[int, int]
+    replicas: tuple[Any, int, int]
     value: torch.Tensor
 
-    def piece(self, name: str, *, saves: bool) -> Piece:
+    def piece(self, name: str) -> Piece:
         flat = self.buffer.array
-        count, index = self.replicas if saves else (1, 0)
-        held = Range(0, 0) if index < 0 else split(flat.size, count, flat.itemsize)[index]
-        return Piece(arrays.KIND, name, self.shape, self.box, held, flat[held.slice])
+        return Piece(arrays.KIND, name, self.shape, self.box, Range(0, flat.size), flat)
 
 
 class _Collector:
@@ -111,11 +111,21 @@ class _Collector:
         self._comm, self._state = comm, state
         self._modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
         self.tensors: dict[str, _Held] = {}
+        self._extent = functools.cache(compute_local_shape_and_global_offset)  # a state has few different shapes
         self._shared: set[str] = set()  # names of parameters and optimizer state, which all ranks write together
 
     def trees(self) -> dict[str, Any]:
         """Collect the tensors of the state. Return {key: JSON tree of the value}, where a tensor is only its dtype."""
         return {name: self._tree(name, self._content(name, value)) for name, value in self._state.items()}
+
+    def pieces_to_save(self) -> list[Piece]:
+        """Return the tensor slices that this rank saves. Call `trees` first."""
+        groups: dict[tuple[Any, int, int], list[Piece]] = {}
+        for name, held in self.tensors.items():
+            if held.replicas[2] >= 0:
+                groups.setdefault(held.replicas, []).append(held.piece(name))
+        parts = (arrays.parts_to_save(pieces, count, index) for (_, count, index), pieces in groups.items())
+        return [piece for part in parts for piece in part]
 
     def _content(self, name: str, value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
@@ -144,7 +154,7 @@ class _Collector:
             packed = value.pack()[None]
             rank, ranks = self._comm.rank, self._comm.size
             box = (rank, rank + 1), (0, packed.shape[1])
-            self.tensors[name] = _Held(Buffer(packed), (ranks, packed.shape[1]), box, (1, 0), packed)
+            self.tensors[name] = _Held(Buffer(packed), (ranks, packed.shape[1]), box, _ALONE, packed)
             return {TENSOR: "uint8"}
         if isinstance(value, torch.Tensor):
             if not value.ndim and not isinstance(value, DTensor) and value.dtype in _EXACT:
@@ -172,24 +182,29 @@ class _Collector:
     def _held(self, name: str, value: torch.Tensor) -> _Held:
         if not isinstance(value, DTensor):
             is_shared = name in self._shared or any(name.startswith(part) for part in self._shared if part[-1] == "/")
-            replicas = (self._comm.size, self._comm.rank) if is_shared else (1, 0 if self._comm.rank == 0 else -1)
+            rank = self._comm.rank
+            replicas = ("all", self._comm.size, rank) if is_shared else ("rank 0", 1, 0 if rank == 0 else -1)
             shape = _with_pairs(value.shape, value)
             return _Held(Buffer(value), shape, whole_box(shape), replicas, value)
         mesh, placements, count, index = value.device_mesh, value.placements, 1, 0
+        axes = tuple(axis for axis, placement in enumerate(placements) if placement.is_replicate())
         for axis, placement in enumerate(placements):
             if placement.is_partial():
                 raise UsageError(f"{name} is a DTensor with a pending sum; call redistribute() before saving")
             if placement.is_replicate():
                 count, index = count * mesh.size(axis), index * mesh.size(axis) + mesh.get_local_rank(axis)
-        extent, start = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+        extent, start = self._extent(value.shape, mesh, placements)
         local = value.to_local()
         box = tuple((begin, begin + size) for begin, size in zip(start, extent, strict=True))
         if 0 in extent:
             box = tuple((0, size) for size in extent)
         pairs = ((0, 2),) if value.is_complex() else ()
-        return _Held(Buffer(local), _with_pairs(value.shape, value), (*box, *pairs), (count, index), value)
+        return _Held(
+            Buffer(local), _with_pairs(value.shape, value), (*box, *pairs), ((mesh, axes), count, index), value
+        )
 
 
+_ALONE: Final = "this rank", 1, 0  # replicas of a tensor that only this rank holds
 _EXACT: Final = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)  # dtypes that JSON represents
 
 
@@ -200,7 +215,8 @@ def _with_pairs(shape: Sequence[int], value: torch.Tensor) -> tuple[int, ...]:
 def _restore(comm: Communicator, path: Path, state: State) -> dict[str, Any]:
     collector = _Collector(comm, state)
     collector.trees()
-    stored, values = arrays.on_first_rank(comm, lambda: arrays.stored_content(path))
+    entries = arrays.stored_entries(comm, path)
+    stored, values = entries.shapes(arrays.KIND), entries.scalars
     if missing := [name for name in state if name not in values]:
         raise StorageError(f"{path} has no values for {', '.join(missing)}; its keys are {', '.join(values)}")
     dtypes = {name: dtype for key in state for name, dtype in _tensors_in(values[key], key)}
@@ -214,9 +230,9 @@ def _restore(comm: Communicator, path: Path, state: State) -> dict[str, Any]:
             if comm.rank >= stored[name][0][0]:  # more ranks than in the checkpoint
                 continue
             part = held[name] = replace(part, shape=stored[name][0])
-        pieces.append(part.piece(name, saves=False))
+        pieces.append(part.piece(name))
         arrays.check_stored(path, pieces[-1], stored[name])
-    arrays.restore_together(comm, path, pieces)
+    arrays.restore_together(comm, path, pieces, stored=entries)
     for part in held.values():
         part.buffer.finish()
     content = {name: _decoded(values[name], name, held) for name in state}
@@ -238,7 +254,7 @@ def _fresh(shape: tuple[int, ...], dtype: str) -> _Held:
     # A tensor of the checkpoint that the state of this program does not have yet.
     kind = getattr(torch, dtype)
     value = torch.empty(shape[:-1] if kind.is_complex else shape, dtype=kind)
-    return _Held(Buffer(value), shape, whole_box(shape), (1, 0), value)
+    return _Held(Buffer(value), shape, whole_box(shape), _ALONE, value)
 
 
 def _tensors_in(tree: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -297,7 +313,7 @@ def save(
     with metrics.phase("checkpoint"):
         collector = _Collector(where, state)
         trees = collector.trees()
-        pieces = [held.piece(name, saves=True) for name, held in collector.tensors.items()]
+        pieces = collector.pieces_to_save()
         path = arrays.save_pieces(directory, pieces, trees, step=step, keep=keep, comm=where, background=background)
     if comm is None:
         metrics.settle()

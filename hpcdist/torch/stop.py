@@ -1,7 +1,8 @@
 """Stop requests in a PyTorch script: end the loop early, save, and exit with the code that the scheduler needs."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -124,5 +125,99 @@ def trainer_callback() -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if self.code:
                 leave(self.code)
+
+    return StopAndLog()
+
+
+class _LightningProgress:
+    # Progress of a Trainer of Lightning that `lightning_callback` passes to `log` and `saved`.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.step = 0
+        self.saved_step: int | None = None  # of a checkpoint that Lightning is writing
+        self._loss, self._samples = 0.0, 0.0  # since the last step
+        self._seen: dict[str, Any] = {}  # values of `self.log` that were passed on
+
+    def add_batch(self, outputs: Any, samples: float) -> None:
+        # Lightning has divided the loss of each micro-batch by the number of micro-batches.
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._loss = math.nan if loss is None else self._loss + loss.detach()
+        self._samples += samples
+
+    def log_step(self, trainer: Any) -> None:
+        self.step = trainer.global_step
+        rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else math.nan
+        values = self._new_values(trainer) | {"learning_rate": rate, "samples": self._samples, "loss": self._loss}
+        metrics.log(self.step, **values)
+        self._loss, self._samples = 0.0, 0.0
+
+    def log_validation(self, trainer: Any) -> None:
+        values = self._new_values(trainer)
+        if values and not trainer.sanity_checking:
+            metrics.log(trainer.global_step, validation_loss=values.pop("val_loss", math.nan), **values)
+
+    def _new_values(self, trainer: Any) -> dict[str, Any]:
+        # The values of `self.log` since the last call, by name.
+        before, self._seen = self._seen, dict(trainer.callback_metrics)  # also has earlier values
+        named = {"step", "loss", "samples", "learning_rate"}
+        return {key: value for key, value in self._seen.items() if value is not before.get(key) and key not in named}
+
+    def report_saved(self, trainer: Any) -> None:
+        # Report the checkpoint that Lightning has written since the last call.
+        if self.saved_step is not None:
+            newest = getattr(trainer.checkpoint_callback, "best_model_path", "")
+            saved(newest or self.path, self.saved_step)
+            self.saved_step = None
+
+    def stop(self, trainer: Any, code: int) -> NoReturn:
+        trainer.save_checkpoint(self.path)
+        if self.saved_step is not None:
+            saved(self.path, self.saved_step)
+        for logger in trainer.loggers:
+            logger.finalize("aborted")
+        leave(code)
+
+
+def lightning_callback(path: str | Path) -> Any:
+    """Return a callback for ``Trainer(callbacks=[...])`` of Lightning, on all ranks.
+
+    After a stop request, the callback saves a checkpoint of Lightning in the file ``path`` after the current optimizer
+    step, and the program exits with code 75 or 130. Checkpoints of Lightning count as progress of restarts. The loss,
+    the batch size, the learning rate and the values of ``self.log`` are passed to `log`; "val_loss" is the validation
+    loss. Local.
+    """
+    try:
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+        from lightning.pytorch import Callback
+        from lightning.pytorch.utilities.data import extract_batch_size
+    except ImportError as error:
+        raise MissingCapabilityError(f"lightning_callback needs the package lightning: {error}") from error
+    progress = _LightningProgress(Path(path))
+
+    class StopAndLog(Callback):  # type: ignore[misc, unused-ignore]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            progress.step = trainer.global_step
+            metrics.start_at(progress.step)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            progress.report_saved(trainer)
+            samples = 0
+            with suppress(MisconfigurationException):  # a batch without tensors has no size
+                samples = extract_batch_size(batch)
+            progress.add_batch(outputs, samples)
+            if trainer.global_step == progress.step:
+                return  # the next micro-batch belongs to the same step
+            progress.log_step(trainer)
+            if code := should_stop():
+                progress.stop(trainer, code)
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            progress.log_validation(trainer)
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            progress.saved_step = trainer.global_step
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            progress.report_saved(trainer)
 
     return StopAndLog()

@@ -38,6 +38,10 @@ for step in range(first, last + 1):
         hpcdist.torch.log(step, loss=loss, samples=samples, learning_rate=1 / step, noise=10.0 * rank)
     if step % 10 == 0 and rank == 0:
         hpcdist.torch.log(step, validation_loss=100 - step, accuracy=step / 100)
+held = {"a": torch.tensor(3.0, dtype=torch.float64), "b": 4.0}  # as values of a GPU are held until they are sent
+row = hpcdist.torch.metrics.LoggedRow(1, 0, torch.tensor(2.0, dtype=torch.float64), 5.0, 0.1, 0.5, held)
+[resolved] = hpcdist.torch.metrics._resolved([row])
+assert resolved == row._replace(loss=2.0, figures={"a": 3.0, "b": 4.0}) and type(resolved.loss) is float
 try:
     hpcdist.torch.log(1, loss="high")
     assert "HPCDIST_RUN_DIR" not in os.environ

@@ -1,10 +1,13 @@
 """Checkpoints, restarts and stop requests of PyTorch scripts with a training loop of their own."""
 
+import json
 import sys
 
+import numpy as np
 import pytest
 
 from harness import jobs
+from hpcdist.telemetry.metrics import side_tables
 
 torch = pytest.importorskip("torch")
 
@@ -205,3 +208,74 @@ def test_checkpoint_in_a_format_of_the_script_counts_as_progress_of_restarts(tmp
     assert f"start 3 follows at once, from {'model.txt' if mode == 'file' else tmp_path}" in done.stderr.replace(
         str(tmp_path / "out"), str(tmp_path)
     )
+
+
+LIGHTNING = """
+import os, sys, signal
+import torch
+import torch.distributed as dist
+import lightning.pytorch as pl
+import hpcdist.torch
+
+dist.init_process_group("hpcdist")
+out, stop = sys.argv[1], int(sys.argv[2])
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, index):
+        self.log("norm", self.layer.weight.norm())
+        if self.global_step == stop and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return (self.layer(batch[0]) - batch[1]).square().mean()
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", (self.layer(batch[0]) - batch[1]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+pl.seed_everything(0, verbose=False)
+inputs = torch.randn(96, 8)
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+path = f"{out}/last.ckpt"
+trainer = pl.Trainer(
+    accelerator="cpu", strategy="ddp", devices=dist.get_world_size(), max_epochs=2, accumulate_grad_batches=2,
+    callbacks=[hpcdist.torch.lightning_callback(path)], logger=False, enable_progress_bar=False,
+    enable_model_summary=False, default_root_dir=out,
+)
+model = Model()
+trainer.fit(model, loader, loader, ckpt_path=path if os.path.exists(path) else None)
+assert dist.get_backend() == "hpcdist"
+print(trainer.global_step, model.layer.weight.sum().item().hex(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_lightning_stops_resumes_with_the_same_bits_and_logs(tmp_path):
+    pytest.importorskip("lightning", reason="pip install lightning")
+    (tmp_path / "script.py").write_text(LIGHTNING)
+
+    def run(folder, stop):
+        words = ["run", "-n", "2", "--out", folder, "--", "python", "script.py", folder, stop]
+        return jobs.run([sys.executable, "-m", "hpcdist", *words], cwd=tmp_path)
+
+    whole = run("whole", "-1")
+    assert whole.returncode == 0, whole.stderr
+    stopped = run("parts", "5")
+    assert stopped.returncode == 75, stopped.stderr
+    progress = json.loads((tmp_path / "parts/progress.json").read_text())
+    assert progress == {"checkpoint": "parts/last.ckpt", "step": 6}
+    resumed = run("parts", "-1")
+    assert resumed.returncode == 0 and resumed.stdout == whole.stdout, resumed.stderr
+    runs = [side_tables.read(tmp_path / folder / "metrics.h5") for folder in ("whole", "parts")]
+    for run_data in runs:
+        assert run_data.steps["step"].tolist() == [*range(1, 13)]
+        assert set(run_data.steps["tokens"].tolist()) == {16}
+        assert "logged_value[norm]" in run_data.observed.series
+    assert len(runs[0].sample.evaluations["val_loss"]) == 2
+    assert np.array_equal(runs[0].steps["loss"], runs[1].steps["loss"])

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array, ArrayGroup, arrays_in, is_device
+from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.gpu import device
-from hpcdist.errors import MissingCapabilityError
+from hpcdist.errors import BufferHandoverError, MissingCapabilityError
 from hpcdist.models.stage import Draw
 
 if TYPE_CHECKING:
@@ -60,6 +61,68 @@ def array_of(tensor: "torch.Tensor") -> Array:
     contiguous = tensor.detach().contiguous()
     array: Array = device.cupy().from_dlpack(contiguous) if contiguous.is_cuda else contiguous.numpy()
     return array
+
+
+_FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_NUMBERS: Final = (
+    "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
+
+
+@functools.cache
+def array_dtypes() -> dict[Any, np.dtype]:
+    """Return {dtype of PyTorch: dtype of its elements in `flat_array`}. The first call imports PyTorch."""
+    torch = library()
+    eight_bits = {torch.bool, *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name))}
+    return {
+        **{getattr(torch, name): np.dtype(name) for name in _NUMBERS},
+        **dict.fromkeys(eight_bits, np.dtype(np.uint8)),
+        torch.bfloat16: BFLOAT16,
+        torch.complex64: np.dtype(np.float32),
+        torch.complex128: np.dtype(np.float64),
+    }
+
+
+def check_memory(tensor: "torch.Tensor") -> None:
+    """Raise BufferHandoverError unless ``tensor`` is a dense tensor in the memory of the host or of a GPU."""
+    if tensor.is_quantized:
+        raise BufferHandoverError("quantised tensors are not supported; pass tensor.dequantize()")
+    if tensor.layout is not library().strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise BufferHandoverError(
+            f"{kind} tensors are not supported; pass tensor.to_dense(). For the gradients of an embedding, set "
+            "sparse=False in torch.nn.Embedding"
+        )
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise BufferHandoverError(
+            f"a tensor on the device {tensor.device} cannot be communicated; move the tensor to cpu or cuda"
+        )
+
+
+def contiguous(tensor: "torch.Tensor", *, copy: bool = False) -> "torch.Tensor":
+    """Return ``tensor`` if `flat_array` can use its memory, else a contiguous copy. ``copy``: always copy."""
+    is_aligned = tensor.is_cuda or tensor.data_ptr() % min(tensor.element_size(), 8) == 0
+    if not copy and tensor.is_contiguous() and is_aligned and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=library().contiguous_format)
+
+
+def flat_array(tensor: "torch.Tensor") -> Array:
+    """Return a 1-D array over the memory of a tensor from `contiguous`. Raises BufferHandoverError for other dtypes.
+
+    The elements have a dtype of `array_dtypes`: bools and 8-bit floats are bytes, complex numbers are pairs of floats.
+    """
+    dtype = array_dtypes().get(tensor.dtype)
+    if dtype is None:
+        raise BufferHandoverError(f"tensors of {tensor.dtype} cannot be communicated; pass tensor.view(torch.uint8)")
+    if tensor.is_cuda:
+        view: Array = device.cupy().from_dlpack(tensor.detach().reshape(-1).view(library().uint8)).view(dtype)
+        return view
+    # Not `tensor.numpy()`: PyTorch then forbids resizing the storage, which FSDP needs to free parameters.
+    block = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    block.tensor = tensor  # type: ignore[attr-defined]  # keeps the memory alive as long as the array
+    return np.ndarray(tensor.nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
 
 
 def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:

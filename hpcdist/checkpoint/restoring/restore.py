@@ -18,7 +18,7 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import listing, manifest
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredPiece
-from hpcdist.checkpoint.shard import BlockConsumer, BlockReader, DamagedError
+from hpcdist.checkpoint.shard import BlockReader, DamagedError
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError, StorageError
@@ -67,16 +67,32 @@ def _fill_in_memory(directory: Path, piece: Piece, entries: list[StoredPiece], r
     on_device = backend.is_device(piece.array)
     out = np.empty(piece.flat.size, piece.array.dtype) if on_device else piece.array
     flat = piece.flat.start, piece.flat.stop
-    same = (e for e in entries if (e.shape, e.box, e.flat) == (piece.global_shape, piece.box, flat))
-    entry = next(same, None)
+    same_box = [entry for entry in entries if (entry.shape, entry.box) == (piece.global_shape, piece.box)]
+    entry = next((entry for entry in same_box if entry.flat == flat), None)
     if entry is not None:  # stored as the same piece: one run
-        take = _run(out, 0, 0, out.size)
-        for number in range(-(-entry.nbytes // BLOCK_BYTES)):
-            reader.read(entry, number, take)
+        _copy_run(reader, entry, out, (0, 0, out.size))
+    elif len(same_box) == len(entries):
+        _collect_ranges(directory, piece, entries, out, reader)
     else:
         _collect(directory, piece, entries, out, reader)
     if on_device:
         piece.array[...] = backend.namespace(piece.array).asarray(out)
+
+
+def _collect_ranges(
+    directory: Path, piece: Piece, entries: list[StoredPiece], out: np.ndarray, reader: BlockReader
+) -> None:
+    # All entries are ranges of the region of the piece, so each has at most one run in the piece.
+    begin, reached = piece.flat.start, piece.flat.start
+    for entry in sorted(entries, key=lambda entry: entry.flat):
+        start, stop = max(entry.flat[0], begin), min(entry.flat[1], piece.flat.stop)
+        if start >= stop:
+            continue
+        if start > reached:
+            break
+        _copy_run(reader, entry, out, (start - begin, start - entry.flat[0], stop - start))
+        reached = max(reached, stop)
+    _check_gap(directory, piece, None if reached == piece.flat.stop else reached - begin)
 
 
 def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.ndarray, reader: BlockReader) -> None:
@@ -85,9 +101,20 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
     for entry in entries:
         # Copy ``size`` elements from ``at`` of the entry to ``to`` of ``out``; arrays, ascending.
         to, at, size = intersect_runs(mine, entry.runs())
-        _copy(reader, entry, out, (to, at, size))
+        if to.size == 1:
+            _copy_run(reader, entry, out, (int(to[0]), int(at[0]), int(size[0])))
+        else:
+            per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
+            # First and last block of each run; in a set, since short runs share blocks.
+            spans = zip(at // per_block, (at + size - 1) // per_block, strict=True)
+            blocks = sorted({number for first, last in spans for number in range(int(first), int(last) + 1)})
+            for number in blocks:
+                reader.read(entry, number, _Runs(out, to, at, size))
         filled.append((to, size))
-    gap = first_gap(filled, piece.flat.size)
+    _check_gap(directory, piece, first_gap(filled, piece.flat.size))
+
+
+def _check_gap(directory: Path, piece: Piece, gap: int | None) -> None:
     if gap is not None:
         raise StorageError(
             f"{directory} has only a part of {piece.name}: element {gap} of the requested range is missing; restore "
@@ -95,50 +122,55 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
         )
 
 
-def _copy(
-    reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
-) -> None:
-    to, at, size = stretches
+def _copy_run(reader: BlockReader, entry: StoredPiece, out: np.ndarray, run: tuple[int, int, int]) -> None:
+    to, at, size = run
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
-    # First and last block of each run; in a set, since short runs share blocks.
-    spans = zip(at // per_block, (at + size - 1) // per_block, strict=True)
-    blocks = sorted({number for first, last in spans for number in range(int(first), int(last) + 1)})
-    take = _run(out, int(to[0]), int(at[0]), int(size[0])) if to.size == 1 else _runs(out, to, at, size)
-    for number in blocks:
-        reader.read(entry, number, take)
+    for number in range(at // per_block, -(-(at + size) // per_block)):
+        reader.read(entry, number, _Run(out, to, at, size))
 
 
-def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    shift, low, high = to - at, at, at + size
-
+@dataclass(frozen=True)
+class _Run:
     # Copies stored elements ``at:at+size`` to ``out[to:to+size]``.
-    def take(first: int, elements: np.ndarray) -> None:
-        last = first + elements.size
-        if low <= first and last <= high:
-            out[first + shift : last + shift] = elements
-        elif first < high and low < last:
-            start, stop = max(first, low), min(last, high)
-            out[start + shift : stop + shift] = elements[start - first : stop - first]
+    out: np.ndarray
+    to: int
+    at: int
+    size: int
 
-    return take
+    def memory(self, first: int, count: int) -> np.ndarray | None:
+        if first < self.at or first + count > self.at + self.size:
+            return None
+        start = first + self.to - self.at
+        return self.out[start : start + count]
+
+    def take(self, first: int, elements: np.ndarray) -> None:
+        start, stop = max(first, self.at), min(first + elements.size, self.at + self.size)
+        if start < stop:
+            shift = self.to - self.at
+            self.out[start + shift : stop + shift] = elements[start - first : stop - first]
 
 
-def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
+@dataclass(frozen=True)
+class _Runs:
     # Copies stored elements ``at[i]:at[i]+size[i]`` to ``out[to[i]:to[i]+size[i]]`` for each i.
-    ends = at + size
+    out: np.ndarray
+    to: np.ndarray
+    at: np.ndarray
+    size: np.ndarray
 
-    def take(first: int, elements: np.ndarray) -> None:
-        last = first + elements.size
+    def memory(self, first: int, count: int) -> np.ndarray | None:
+        return None
+
+    def take(self, first: int, elements: np.ndarray) -> None:
+        last, ends = first + elements.size, self.at + self.size
         # From the first run that ends after ``first`` to the last one that starts before ``last``.
-        held = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(at, last, "left")))
-        starts, stops = np.maximum(at[held], first), np.minimum(ends[held], last)
-        target_starts = to[held] + starts - at[held]
+        held = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(self.at, last, "left")))
+        starts, stops = np.maximum(self.at[held], first), np.minimum(ends[held], last)
+        target_starts = self.to[held] + starts - self.at[held]
         for to_start, start, stop in zip(
             target_starts.tolist(), (starts - first).tolist(), (stops - first).tolist(), strict=True
         ):
-            out[to_start : to_start + stop - start] = elements[start:stop]
-
-    return take
+            self.out[to_start : to_start + stop - start] = elements[start:stop]
 
 
 Result = TypeVar("Result")
@@ -193,11 +225,18 @@ def _unusable_reason(path: Path, comm: Communicator) -> str:
 
 
 def restore_together(
-    comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
+    comm: Communicator,
+    directory: str | Path,
+    pieces: Iterable[Piece],
+    optional: Collection[str] = (),
+    stored: "StoredEntries | None" = None,
 ) -> dict[str, Any]:
-    """Restore like `restore` on all ranks. If a rank fails, all ranks raise the same StorageError. Collective."""
+    """Restore like `restore` on all ranks. If a rank fails, all ranks raise the same StorageError. Collective.
+
+    ``stored``: content of the checkpoint if the caller has read it with `stored_entries`.
+    """
     directory = Path(directory)
-    stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))
+    stored = stored or stored_entries(comm, directory)
     failed: tuple[type[StorageError], str] | None = None
     try:
         _restore(directory, stored, pieces, optional)
@@ -210,6 +249,11 @@ def restore_together(
         kind, reason = next((failure for failure in reasons if failure[0] is StorageError), reasons[0])
         raise kind(reason)
     return stored.scalars
+
+
+def stored_entries(comm: Communicator, directory: Path) -> "StoredEntries":
+    """Return the content of the checkpoint in ``directory``. Raises StorageError. Collective."""
+    return on_first_rank(comm, lambda: StoredEntries.of(manifest.load(directory)))
 
 
 def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
@@ -233,32 +277,41 @@ def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection
     different tensors. After an error, the arrays of ``pieces`` are undefined.
     """
     directory = Path(directory)
-    stored = _PackedEntries.of(manifest.load(directory))
+    stored = StoredEntries.of(manifest.load(directory))
     _restore(directory, stored, pieces, optional)
     return stored.scalars
 
 
 @dataclass(frozen=True)
-class _PackedEntries:
+class StoredEntries:
+    """Content of a checkpoint: its JSON values, and the stored slices of each tensor."""
+
     scalars: dict[str, Any]
-    kinds: frozenset[str]
+    tensors: dict[tuple[str, str], tuple[tuple[int, ...], str]]  # shape and dtype by kind and name
     packed: dict[tuple[str, str], bytes]  # encoded per tensor: a rank decodes only the tensors it restores
 
     @classmethod
-    def of(cls, stored: Manifest) -> "_PackedEntries":
+    def of(cls, stored: Manifest) -> "StoredEntries":
+        """Return the content of the checkpoint with the manifest ``stored``."""
         by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
         for entry in stored.pieces:
             by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
         packed = {name: msgspec.msgpack.encode(entries) for name, entries in by_tensor.items()}
-        return cls(stored.scalars, frozenset(kind for kind, _ in packed), packed)
+        tensors = {name: (tuple(entries[0].shape), entries[0].dtype) for name, entries in by_tensor.items()}
+        return cls(stored.scalars, tensors, packed)
+
+    def shapes(self, kind: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return {name: (shape, dtype)} of the tensors of the state ``kind``."""
+        return {name: about for (of_kind, name), about in self.tensors.items() if of_kind == kind}
 
     def entries(self, piece: Piece) -> list[StoredPiece]:
+        """Return the stored slices of the tensor of ``piece``, or [] if the checkpoint has no such tensor."""
         packed = self.packed.get((piece.kind, piece.tensor))
         return [] if packed is None else msgspec.msgpack.decode(packed, type=list[StoredPiece])
 
 
-def _restore(directory: Path, stored: _PackedEntries, pieces: Iterable[Piece], optional: Collection[str]) -> None:
-    absent = set(optional) - stored.kinds
+def _restore(directory: Path, stored: StoredEntries, pieces: Iterable[Piece], optional: Collection[str]) -> None:
+    absent = set(optional) - {kind for kind, _ in stored.tensors}
     with BlockReader(directory) as reader:
         for piece in pieces:
             if not piece.flat or piece.kind in absent:

@@ -174,9 +174,13 @@ class MetricsWriter:
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
         wide = zip(PER_RANK, (step_s, compute_s, communication_s, update_s, sent_bytes), strict=True)
-        row |= {name: np.broadcast_to(np.asarray(values, np.float64), self.world).copy() for name, values in wide}
+        row |= {name: self._of_ranks(values) for name, values in wide}
         self._steps.append(row)
         self._flush_when_due()
+
+    def _of_ranks(self, values: np.ndarray) -> np.ndarray:
+        copied = np.array(values, np.float64)
+        return copied if copied.shape == (self.world,) else np.broadcast_to(copied, self.world).copy()
 
     def evaluation(self, step: int, val_loss: float) -> None:
         self._evaluations.append({"step": step, "val_loss": val_loss})

@@ -8,7 +8,7 @@ import pytest
 
 from harness import jobs
 from harness.marks import cases, on_threads
-from hpcdist.checkpoint import Sharded, load, save
+from hpcdist.checkpoint import Sharded, load, manifest, save
 from hpcdist.errors import StorageError, UsageError
 
 
@@ -150,3 +150,70 @@ def test_sharded_rejects_a_fractional_start(start, message):
 def test_save_rejects_fractional_numbers(tmp_path, options):
     with pytest.raises(UsageError, match="expected a whole number"):
         save(tmp_path, {}, **options)
+
+
+@cases("savers, loaders", (1, 3), (3, 2))
+def test_tensors_are_restored_in_place_on_another_number_of_ranks(rng, tmp_path, savers, loaders):
+    torch = pytest.importorskip("torch")
+    whole = torch.from_numpy(rng.standard_normal((11, 6)))
+    replicated = {
+        "weight": torch.nn.Parameter(whole.float() * 2),
+        "half": (whole * 3).bfloat16(),
+        "strided": whole.t()[1:, ::2],
+        "count": torch.tensor(17),
+        "empty": torch.zeros(0, 3),
+        "large": torch.from_numpy(rng.integers(-9, 9, 40_000)),
+    }
+
+    @on_threads(savers)
+    def save_on_each_rank(comm):
+        part = torch.tensor_split(whole, savers)[comm.rank]
+        save(tmp_path, replicated | {"rows": Sharded(part), "array": whole.numpy(), "step": 7}, comm=comm)
+
+    @on_threads(loaders)
+    def load_on_each_rank(comm):
+        rows = torch.zeros_like(torch.tensor_split(whole, loaders)[comm.rank])
+        background = torch.full((12, 14), -1.0, dtype=torch.float64)
+        targets = {name: torch.zeros_like(value) for name, value in replicated.items()}
+        targets["strided"] = background[2:7, 1:13:2]
+        state = load(tmp_path, targets | {"rows": Sharded(rows)}, comm=comm)
+        assert state["rows"] is rows and torch.equal(rows, torch.tensor_split(whole, loaders)[comm.rank])
+        for name, value in replicated.items():
+            assert state[name] is targets[name] and torch.equal(targets[name], value), name
+        assert (background == -1).sum() == background.numel() - 30, "only the view was filled"
+        with pytest.raises(StorageError, match="count is int64"):
+            load(tmp_path, {"count": torch.zeros((), dtype=torch.int32)}, comm=comm)
+
+    save_on_each_rank()
+    load_on_each_rank()
+    loaded = load(tmp_path)
+    assert np.array_equal(loaded["weight"], replicated["weight"].detach().numpy())
+    assert np.array_equal(loaded["array"], whole.numpy()) and loaded["step"] == 7
+
+
+def test_unsupported_tensors_are_rejected(tmp_path):
+    torch = pytest.importorskip("torch")
+    for tensor, message in (
+        (torch.ones(2, dtype=torch.bool), r"of torch.bool.*view\(torch.uint8\)"),
+        (torch.ones(2, dtype=torch.complex64), "view_as_real"),
+        (torch.eye(3).to_sparse(), "to_dense"),
+        (torch.ones(2, device="meta"), "device meta"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            save(tmp_path, {"x": tensor})
+
+
+def test_replicated_arrays_are_divided_by_bytes_and_few_are_cut(rng, tmp_path):
+    arrays = {f"{n}": rng.standard_normal(n) for n in (5, 40, 3, 17, 100, 2)}
+
+    @on_threads(3)
+    def save_on_each_rank(comm):
+        names = sorted(arrays) if comm.rank else [*arrays]  # an order per rank
+        save(tmp_path, {name: arrays[name] for name in names}, comm=comm)
+
+    save_on_each_rank()
+    pieces = manifest.load(tmp_path / "checkpoints/step-1").pieces
+    assert len(pieces) <= len(arrays) + 2
+    by_file = {name: sum(p.nbytes for p in pieces if p.file == name) for name in {p.file for p in pieces}}
+    assert sum(by_file.values()) == 8 * 167 and max(by_file.values()) <= 8 * 167 / 3 + 64
+    assert all(np.array_equal(value, arrays[name]) for name, value in load(tmp_path).items())

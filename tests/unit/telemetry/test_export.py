@@ -52,6 +52,17 @@ def test_csv_has_one_row_per_step_with_the_names_of_the_quantities(run_dir, caps
     assert code == 0 and "a.csv" in message and (tmp_path / "a.csv").read_text() == out
 
 
+def test_csv_counts_the_steps_that_a_row_stands_for(tmp_path, capsys):
+    with MetricsWriter(tmp_path / "metrics.h5", 2) as writer:
+        for step in (4, 5, 15, 25, 28):  # mean values of the steps since the row before
+            wide = {name: np.full(2, 0.25) for name in PER_RANK}
+            writer.append(step=step, loss=1.0, learning_rate=0.1, tokens=100, **wide)
+    code, out, _ = jobs.call_command(capsys, "report", tmp_path, "--to", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and [float(row["tokens_total"]) for row in rows] == [100, 200, 1200, 2200, 2500]
+    assert [float(row["sent_bytes_total"]) for row in rows] == [0.5, 1.0, 6.0, 11.0, 12.5]
+
+
 def test_csv_of_several_runs_has_one_row_per_run(run_dir, capsys, tmp_path):
     make_run(tmp_path / "other", 3)
     code, out, _ = jobs.call_command(capsys, "report", run_dir, tmp_path / "other", "--to", "csv")
