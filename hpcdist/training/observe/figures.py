@@ -26,7 +26,6 @@ from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.recipe.recipe import Recipe
 
 LARGE_STAGE_SHARE: Final = 0.75  # fraction of the parameters in one stage, above which sharding saves little memory
-PASS_CUT: Final = "Pass cut=True to wrap, or wrap a list of smaller stages, such as [embedding, *blocks, head]"
 OVERLAP_TEXTS: Final = {"thread": "overlapped by a thread", "poll": "overlapped by polling"}
 
 
@@ -126,11 +125,12 @@ def warn_of_whole_gathers(trainer: Trainer) -> str:
     if share < LARGE_STAGE_SHARE:
         return ""
     stage = model.stages[largest]
-    called = getattr(stage, "name", "")
+    called, uncut = getattr(stage, "name", ""), getattr(stage, "uncut", None)
+    advice = {None: "Wrap", "": "Pass cut=True to wrap, or wrap"}.get(uncut, f"{uncut}. Wrap")
     return (
         f"ZeRO-3 gathers stage by stage, and stage {stage.layer}{called and f', {called},'} has {share:.0%} of the "
         "parameters of this rank: during a step every rank holds them and their gradients whole; only the optimizer "
-        f"state stays sharded. {getattr(stage, 'uncut', '') or PASS_CUT}"
+        f"state stays sharded. {advice} a list of smaller stages, such as [embedding, *blocks, head]"
     )
 
 
