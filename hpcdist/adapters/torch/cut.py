@@ -57,6 +57,11 @@ def _cut(root: "torch.nn.Module", inputs: "torch.Tensor | ArrayGroup", *, opens:
                 stages = _divided(root, graph)
             _check_parameters(root, stages)
             _check_outputs(root, stages, inputs)
+    except UncutError:
+        raise
+    except Exception as error:  # user code on the placeholders of torch.fx can raise anything
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise UncutError(f"torch.fx cannot trace its forward ({type(error).__name__}: {text})") from error
     finally:
         for module, training in modes.items():
             module.training = training
@@ -111,13 +116,7 @@ def _traced(root: "torch.nn.Module", names: list[str], training: bool, *, by_nam
     least = OPENED_SHARE * sum(p.numel() for p in root.parameters() if p.requires_grad) if opens else float("inf")
     tracer = _tracer_class()(names, by_name, least)
     with _recorded_factories(tracer):
-        try:
-            return tracer.trace(root)
-        except UncutError:
-            raise
-        except Exception as error:  # user code on placeholders can raise anything
-            text = (str(error).strip().splitlines() or [""])[0]
-            raise UncutError(f"torch.fx cannot trace its forward ({type(error).__name__}: {text})") from error
+        return tracer.trace(root)
 
 
 @contextlib.contextmanager
@@ -203,6 +202,8 @@ def _divided(root: "torch.nn.Module", graph: Any) -> "list[torch.nn.Module]":
     values = dict.fromkeys(inputs, 0) | stage_of  # node -> the stage that computes it
     until = {node: max((stage_of.get(user, last) for user in node.users), default=0) for node in values}
     passed = [[node for node in values if values[node] <= stage < until[node]] for stage in range(last)]
+    if not all(passed):
+        raise UncutError("some of its child modules use no output of earlier child modules and no input")
     stages = []
     for stage, title in enumerate(titles):
         part, copies = fx.Graph(), dict[Any, Any]()

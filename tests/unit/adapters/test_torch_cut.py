@@ -174,6 +174,12 @@ class Draws(Layers):
         return self.after(self.one(x) + torch.rand(5))
 
 
+class Ignores(Layers):
+    def forward(self, x):
+        self.one(x)
+        return self.two(self.two.bias + torch.zeros(2, 5))
+
+
 class Single(Layers):
     def forward(self, x):
         return self.drop(self.one(x))
@@ -214,6 +220,7 @@ def hooked():
         (AsksForTraining, "its forward depends on self.training"),
         (Remembers, "its forward sets the attribute seen of Remembers"),
         (Draws, "its forward draws random numbers of a fixed size"),
+        (Ignores, "some of its child modules use no output"),
         (Single, "its forward calls only one child module with parameters"),
         (Spares, "its traced forward does not use the parameter three.weight"),
         (hooked, "the module Straight itself has hooks"),
