@@ -151,6 +151,7 @@ if rank == 0:
         pytest.param("unet", 4, "zero3", 2, marks=pytest.mark.full),
         pytest.param("compiled", 2, "zero3", 1, marks=pytest.mark.full),
         pytest.param("compiled", 2, "zero1", 1, marks=pytest.mark.full),
+        pytest.param("compiled", 2, "allreduce", 1, marks=pytest.mark.full),
         pytest.param("compiled", 2, "allreduce", 2, marks=pytest.mark.full),
     ],
 )

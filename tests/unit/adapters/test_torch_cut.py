@@ -351,8 +351,8 @@ def test_autocast_has_the_bits_of_pytorch(inside, rng):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(strategy="zero3"), Layout(strategy="zero1"), Layout(pipeline=2, microbatches=2)],
-    ids=["zero3", "zero1", "pipeline"],
+    [Layout(strategy="zero3"), Layout(strategy="zero1"), Layout(), Layout(pipeline=2, microbatches=2)],
+    ids=["zero3", "zero1", "allreduce", "pipeline"],
 )
 @pytest.mark.full_except("zero3")
 def test_autocast_of_several_stages_is_close_to_pytorch(layout, rng):
