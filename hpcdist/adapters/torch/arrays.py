@@ -161,6 +161,28 @@ def flop_counter() -> Any:
 
 
 @contextlib.contextmanager
+def without_autocast(device: "torch.device") -> Iterator[None]:
+    """Context manager that turns a ``torch.autocast`` of the script off, as PyTorch advises for a backward pass."""
+    torch = library()
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Context manager in which ``torch.autocast`` casts each parameter again, and which frees the casts at exit."""
+    # PyTorch keeps 16-bit copies of the parameters until the outermost autocast ends: after an update they are stale.
+    library().clear_autocast_cache()
+    try:
+        yield
+    finally:
+        library().clear_autocast_cache()
+
+
+@contextlib.contextmanager
 def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
     """Context manager that restores the random states of the CPU and ``devices`` at exit. Holds a global lock."""
     with _GENERATORS, library().random.fork_rng(devices):

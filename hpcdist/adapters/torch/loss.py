@@ -20,9 +20,11 @@ from hpcdist.adapters.torch.arrays import (
     restored_random,
     share_stream,
     tensor_of,
+    without_autocast,
 )
 from hpcdist.adapters.torch.attention import SampleCut
 from hpcdist.adapters.torch.stage import Inputs
+from hpcdist.adapters.torch.values import StageValues
 from hpcdist.arrays.backend import Array, ArrayGroup, Scalar
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import LOSS_WEIGHT, Loss
@@ -40,7 +42,9 @@ class TorchLoss(Loss):
     takes_several: Final = True
     weighs = True
 
-    def __init__(self, function: Callable[..., Any], reduction: str, tokens_per_sample: int) -> None:
+    def __init__(
+        self, function: Callable[..., Any], reduction: str, tokens_per_sample: int, outputs: StageValues
+    ) -> None:
         if not callable(function):
             raise UsageError(f"the loss is a {type(function).__name__}; pass a function of (outputs, targets)")
         if reduction not in REDUCTIONS:
@@ -50,6 +54,7 @@ class TorchLoss(Loss):
                 raise UsageError(f"the loss has a parameter, {name}; move trained parameters into the last stage")
         # The function returns (summed loss, number of counted targets), or a single number: a "mean" or a "sum".
         self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
+        self._outputs = outputs  # of the last stage
         self._returns_weight = False
         self._is_known = False  # True after the comparison of the loss with the losses of half batches
         self._cut: SampleCut | None = None
@@ -94,7 +99,8 @@ class TorchLoss(Loss):
         with share_stream(array_of(outputs)):
             total = self._recorded(outputs, targets)[0] if total is None else total
             outputs.grad = None
-            total.backward(total.new_tensor(scale))
+            with without_autocast(outputs.device):
+                total.backward(total.new_tensor(scale))
             if outputs.grad is None:
                 raise UsageError(
                     "the loss does not depend on the outputs of the last stage; compute the loss from them"
@@ -108,7 +114,7 @@ class TorchLoss(Loss):
         with restored_random(devices):  # so that the loss draws the same numbers in the step
             before = random()
             whole, first, second = (
-                float(self._evaluated(outputs[part], targets[part]).double())
+                float(self._evaluated(self._outputs.rows(outputs, part), targets[part]).double())
                 for part in (slice(None), slice(half), slice(half, None))
             )
             draws = not library().equal(before, random())
@@ -132,7 +138,8 @@ class TorchLoss(Loss):
         # Returns the sum with its graph, and the divisor that makes the sum a mean.
         outputs.requires_grad_()
         with library().enable_grad():
-            result = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
+            given = targets.given if isinstance(targets, ArrayGroup) else targets
+            result = self._function(self._outputs.unpack(outputs), given)
             self._returns_weight = isinstance(result, tuple) and len(result) == 2
             loss, weight = result if self._returns_weight else (result, None)
             if not isinstance(loss, library().Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -141,7 +148,7 @@ class TorchLoss(Loss):
                     f"the loss function returns a result of shape or type {got}; it must return a tensor with one "
                     "floating-point number, or (sum, weight)"
                 )
-            loss = loss.reshape(())
+            loss = loss.reshape(()).to(library().promote_types(loss.dtype, outputs.dtype))
             if not loss.requires_grad:
                 raise UsageError(
                     "the loss has no gradient: it detaches the outputs of the last stage; remove the detach or no_grad"
@@ -151,7 +158,9 @@ class TorchLoss(Loss):
                 return loss, _as_weight(weight, loss)
             if self._reduction == "sum":
                 return loss, count
-            share = mean_weight(loss.grad_fn, len(outputs) * math.prod(outputs.shape[1:-1]))
+            several = self._outputs.several
+            predictions = count if several else len(outputs) * math.prod(outputs.shape[1:-1])
+            share = mean_weight(loss.grad_fn, predictions)
             if isinstance(share, float) and share == 1.0:
                 return loss * count, count
             weight = library().as_tensor(share * count, dtype=library().float32, device=loss.device)

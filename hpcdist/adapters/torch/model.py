@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hpcdist.adapters.torch.arrays import as_computable, keep_freed_memory, library
+from hpcdist.adapters.torch.cut import UncutError, cut_module
 from hpcdist.adapters.torch.loss import TorchLoss
-from hpcdist.adapters.torch.modules import ParameterBinding, check_modules, stages_of
+from hpcdist.adapters.torch.modules import (
+    ParameterBinding,
+    StageModules,
+    check_modules,
+    modules_of,
+    plain_name,
+    stages_of,
+)
 from hpcdist.adapters.torch.stage import TorchStage
 from hpcdist.arrays import backend
 from hpcdist.comm.start import fail_alike
@@ -213,23 +221,29 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
 
     ``parameters``: {"LAYER.NAME": array}. Raises UsageError for missing or unknown tensors, or wrong shapes.
     """
-    torch, remaining = library(), dict(parameters)
+    torch = library()
     reason = "the parameters belong to other modules"
     cure = "pass the module, or list of stages, that was passed to wrap"
-    for layer, cut in enumerate(stages_of(module_or_stages)):
-        for name, parameter in cut.owned.items():
-            values = remaining.pop(f"{layer}.{name}", None)
-            if values is None:
-                raise UsageError(f"the parameters lack the tensor {layer}.{name}: {reason}; {cure}")
-            if parameter.numel() and tuple(parameter.shape) != values.shape:
-                raise UsageError(
-                    f"tensor {layer}.{name} has shape {values.shape}, but the module expects {tuple(parameter.shape)}: "
-                    f"{reason}; {cure}"
-                )
-            parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = None
-    if remaining:
-        raise UsageError(f"the parameters contain the tensor {next(iter(remaining))}, which no module has; {cure}")
+    named = {
+        plain_name(name): parameter
+        for prefix, module in modules_of(module_or_stages)
+        for name, parameter in module.named_parameters(prefix, remove_duplicate=False)
+        if parameter.requires_grad
+    }
+    missing = {id(parameter): name for name, parameter in reversed(named.items())}
+    for key, values in parameters.items():
+        parameter = named.get(key.partition(".")[2])
+        if parameter is None or missing.pop(id(parameter), None) is None:
+            raise UsageError(f"the parameters contain the tensor {key}, which no module has; {cure}")
+        if parameter.numel() and tuple(parameter.shape) != values.shape:
+            raise UsageError(
+                f"tensor {key} has shape {values.shape}, but the module expects {tuple(parameter.shape)}: {reason}; "
+                f"{cure}"
+            )
+        parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = None
+    if missing:
+        raise UsageError(f"the parameters lack the tensor {next(iter(missing.values()))}: {reason}; {cure}")
 
 
 Adapted = Callable[[str, "torch.nn.Parameter"], bool]
@@ -244,30 +258,36 @@ def wrap(
     reduction: str = "mean",
     tokens_per_sample: int = 1,
     adapted: Adapted | None = None,  # has weight decay, layer-wise rates; None: with at least two dims
+    cut: bool = False,
 ) -> Model:
     """Wrap PyTorch modules in a model that hpcdist can train, and return the model. Local.
 
     ``module_or_stages``: one module, which becomes one stage, or an ``nn.Sequential`` or list with a child per stage.
     ``loss(outputs, targets)``: returns (summed loss, number of counted targets), or a single number. ``reduction``:
-    "mean" or "sum", the meaning of the single number. Raises UsageError or ConfigurationError for unsupported modules.
+    "mean" or "sum", the meaning of the single number. ``cut``: True to trace one module with ``example``, and to cut
+    it at its children. Raises UsageError or ConfigurationError for unsupported modules.
     """
-    # A stage passes one tensor, (samples, ...) in the parameters' dtype, to the next stage. A tuple or dict of inputs
-    # becomes the arguments of the first module. Tensors are named LAYER.NAME. Integer data becomes int64. A step keeps
-    # the modules' modes, or uses training mode if no module is in training mode.
+    # A stage passes a tensor, or tuples and dicts of tensors, in the parameters' dtype to the next stage. A tuple or
+    # dict of inputs becomes the arguments of the first module. Tensors are named LAYER.NAME. Integer data becomes
+    # int64. A step keeps the modules' modes, or uses training mode if no module is in training mode.
     fail_alike(launched=True)
     if tokens_per_sample < 1:
         raise UsageError(f"tokens_per_sample is {tokens_per_sample}; it must be at least 1")
-    cuts = stages_of(module_or_stages)
+    x, targets = example if isinstance(example, tuple) and len(example) == 2 else (example, None)
+    inputs = None if example is None else _arrays(x)
+    cuts, uncut = _cut(module_or_stages, inputs) if cut else (stages_of(module_or_stages), "")
     check_modules(cuts)
     binding = ParameterBinding(cuts)
     decide = _adapted if adapted is None else adapted
-    stages = [TorchStage(layer, cut, binding, decide) for layer, cut in enumerate(cuts)]
+    stages: list[TorchStage] = []
+    for layer, modules in enumerate(cuts):
+        stages.append(TorchStage(layer, modules, binding, decide, stages[-1].leaving if stages else None))
     if binding.device.type == "cpu":
         keep_freed_memory()
-    judge = TorchLoss(loss, reduction, tokens_per_sample)
-    if example is not None:
-        x, targets = example if isinstance(example, tuple) and len(example) == 2 else (example, None)
-        _trace(stages, _arrays(x), binding)
+    stages[0].uncut = uncut
+    judge = TorchLoss(loss, reduction, tokens_per_sample, stages[-1].leaving)
+    if inputs is not None:
+        _trace(stages, inputs, binding)
         if targets is not None:
             judge.take_example(_arrays(targets))
     return Model(
@@ -278,6 +298,25 @@ def wrap(
         seeded=False,
         on="gpu" if binding.device.type == "cuda" else "cpu",
     )
+
+
+def _cut(root: Any, inputs: Any) -> tuple[list[StageModules], str]:
+    # Returns the stages of the module, and the reason why it is one stage, or "".
+    if inputs is None or not isinstance(root, library().nn.Module):
+        raise UsageError("cut=True needs one module, and example=x, the input with which the module is traced")
+    whole = stages_of(root)
+    check_modules(whole)
+    first = next(iter(whole[0].owned.values()))
+    try:
+        pieces = cut_module(root, _computable(inputs, first.dtype, first.device))
+    except UncutError as reason:
+        return whole, f"wrap could not cut the module: {reason}"
+    return stages_of(root, pieces), ""
+
+
+def _computable(example: Any, dtype: "torch.dtype", device: "torch.device") -> Any:
+    x = as_computable(example, dtype)
+    return x.map(lambda one: one.to(device)) if isinstance(x, backend.ArrayGroup) else x.to(device)
 
 
 def _adapted(name: str, parameter: "torch.nn.Parameter") -> bool:
@@ -302,11 +341,19 @@ def _array(example: Any) -> np.ndarray:
 
 def _trace(stages: list[TorchStage], example: Any, binding: ParameterBinding) -> None:
     modes = [{module: module.training for module in stage.modules.all_modules()} for stage in stages]
-    x = as_computable(example, binding.dtype)
-    x = x.map(lambda one: one.to(binding.device)) if isinstance(x, backend.ArrayGroup) else x.to(binding.device)
-    try:
+
+    def run(example: Any) -> None:
+        x = _computable(example, binding.dtype, binding.device)
         for stage in stages:
             x = stage.trace(x)
+
+    try:
+        for stage in stages:
+            stage.leaving.learns = True
+        run(example)
+        if any(stage.leaving.several for stage in stages):
+            run(stages[0].example_input(len(example) + 1))  # shows which tensors all samples share
     finally:
         for stage, previous in zip(stages, modes, strict=True):
+            stage.leaving.learns = False
             stage.modules.set_modes(previous)

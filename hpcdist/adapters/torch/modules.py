@@ -6,7 +6,8 @@ The parameters become views of the run's stores, which may be freed between forw
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 
+COMPILED: Final = "_orig_mod"  # attribute of a compiled module: the user's module
+
+
 @dataclass
 class StageModules:
     """Modules of one pipeline stage in order of execution, with the parameters that the stage owns or shares."""
@@ -29,11 +33,17 @@ class StageModules:
     # name of a parameter shared with an earlier stage: (layer, name) in that stage
     tied: dict[str, tuple[int, str]] = field(default_factory=dict)
     modes: dict["torch.nn.Module", bool] = field(default_factory=dict)  # True: training, False: evaluation
+    entries: tuple["torch.nn.Module", ...] = ()  # modules that user code may call
 
     def all_modules(self) -> Iterator["torch.nn.Module"]:
         """Yield the modules of the stage and all nested modules."""
         for _, module in self.modules:
             yield from module.modules()
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """True if ``torch.compile`` or ``module.compile()`` has compiled a module of the stage."""
+        return any(hasattr(module, COMPILED) or module._compiled_call_impl for module in self.all_modules())
 
     def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
         """Set all modules of the stage to training or evaluation mode. ``modes``: {module: True if training}."""
@@ -51,14 +61,15 @@ class StageModules:
             for name, parameter in module.named_parameters(prefix):
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield plain_name(name), parameter
 
     def constants(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Yield (qualified name, tensor) for each frozen parameter and each buffer, without running statistics."""
         statistics = self.statistics()
         for prefix, module in self.modules:
-            yield from (pair for pair in module.named_parameters(prefix) if not pair[1].requires_grad)
-            yield from (pair for pair in module.named_buffers(prefix) if pair[0] not in statistics)
+            constants = [pair for pair in module.named_parameters(prefix) if not pair[1].requires_grad]
+            named = ((plain_name(name), tensor) for name, tensor in (*constants, *module.named_buffers(prefix)))
+            yield from (pair for pair in named if pair[0] not in statistics)
 
     def statistics(self) -> dict[str, "torch.Tensor"]:
         """Return {qualified name: buffer} of the running statistics of BatchNorm and InstanceNorm modules."""
@@ -74,16 +85,25 @@ class StageModules:
 
     def _inner(self, kind: "type[torch.nn.Module]") -> dict[str, "torch.nn.Module"]:
         inner_modules = (pair for prefix, module in self.modules for pair in module.named_modules(prefix=prefix))
-        return {name: inner for name, inner in inner_modules if isinstance(inner, kind)}
+        return {plain_name(name): inner for name, inner in inner_modules if isinstance(inner, kind)}
 
     def __str__(self) -> str:
-        return " + ".join(f"{prefix or 'module'} ({type(module).__name__})" for prefix, module in self.modules)
+        called = ((prefix, getattr(module, COMPILED, module)) for prefix, module in self.modules)
+        return " + ".join(f"{prefix or 'module'} ({type(module).__name__})" for prefix, module in called)
 
 
-def stages_of(module_or_stages: Any) -> list[StageModules]:
-    """Return a list of stages: one for a single module, or one per child of an ``nn.Sequential`` or list."""
+def plain_name(name: str) -> str:
+    """Return the qualified ``name`` of a tensor without the names that ``torch.compile`` adds."""
+    return name.replace(f"{COMPILED}.", "")
+
+
+def stages_of(module_or_stages: Any, cut: "Sequence[torch.nn.Module] | None" = None) -> list[StageModules]:
+    """Return a list of stages: one for a single module, or one per child of an ``nn.Sequential`` or list.
+
+    ``cut``: stages of a single module, from `hpcdist.adapters.torch.cut`, or None.
+    """
     # A child without new parameters joins the stage before it, or the first stage.
-    modules = _modules(module_or_stages)
+    modules = modules_of(module_or_stages) if cut is None else [("", module) for module in cut]
     stages: list[StageModules] = []
     owner: dict[int, tuple[int, str]] = {}  # id of a parameter -> (layer, name there)
     leading: list[tuple[str, torch.nn.Module]] = []
@@ -103,6 +123,7 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
         raise UsageError("no parameter of the modules requires a gradient; pass a module with parameters to train")
     chosen = any(module.training for stage in stages for module in stage.all_modules())
     for layer, stage in enumerate(stages):
+        stage.entries = tuple(module for _, module in stage.modules) if cut is None else (module_or_stages,)
         stage.modes = {module: module.training or not chosen for module in stage.all_modules()}
         for name, parameter in stage.parameters():
             if owner[id(parameter)][0] == layer:
@@ -112,7 +133,8 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
     return stages
 
 
-def _modules(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
+def modules_of(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
+    """Return (name, module) of the modules in ``root``, in order: a module, an ``nn.Sequential`` or a list."""
     nn = library().nn
     if isinstance(root, nn.Sequential):
         return [(name, module) for name, module in root._modules.items() if module is not None]
@@ -125,7 +147,7 @@ def _modules(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
         raise UsageError(f"got a {wrong[0]} among the stages; each stage must be a torch.nn.Module")
     raise UsageError(
         f"got a {type(root).__name__} to wrap; pass a torch.nn.Module, an nn.Sequential whose children are the "
-        "stages, or a list of modules, each of which takes one tensor and returns one"
+        "stages, or a list of modules, each of which takes the output of the module before it"
     )
 
 
@@ -310,7 +332,10 @@ class ParameterBinding:
                 )
             return tensor
 
-        with library().autograd.graph.saved_tensors_hooks(pack, unpack):
+        hooks = (pack, unpack)
+        if stage.is_compiled:  # else PyTorch would compile the hooks again for each shape
+            hooks = tuple(map(library().compiler.disable, hooks))
+        with library().autograd.graph.saved_tensors_hooks(*hooks):
             yield
 
     @contextlib.contextmanager

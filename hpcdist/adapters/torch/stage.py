@@ -4,20 +4,23 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from hpcdist.adapters.torch.arrays import (
     array_of,
     as_computable,
     flop_counter,
+    fresh_casts,
     library,
     seeded_random,
     share_stream,
     tensor_of,
+    without_autocast,
 )
 from hpcdist.adapters.torch.attention import CURRENT, SampleCut
 from hpcdist.adapters.torch.batchnorm import StatisticsAxis, synchronised
 from hpcdist.adapters.torch.modules import ParameterBinding, StageModules
+from hpcdist.adapters.torch.values import StageValues
 from hpcdist.arrays.backend import Array, ArrayGroup, arrays_in
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
@@ -26,6 +29,8 @@ from hpcdist.models.stage import Draw, Gradients, Operations, Parameters, Saved,
 if TYPE_CHECKING:
     import torch
 
+# Texts of PyTorch's errors if a module overwrites the input of its stage, or one of several inputs.
+OVERWRITES: Final = ("leaf Variable", "output of a function that returns multiple views")
 Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # a group only for the first stage, if the user passes several inputs
 
 
@@ -38,6 +43,7 @@ class TorchStage:
         cut: StageModules,
         binding: ParameterBinding,
         adapted: Callable[[str, "torch.nn.Parameter"], bool],
+        arriving: StageValues | None,
     ):
         self.layer, self.modules, self.binding = layer, cut, binding
         self.name = str(cut)
@@ -49,11 +55,13 @@ class TorchStage:
         self._output: tuple[int, ...] | None = None
         self._constants = dict(cut.constants())
         self._example: Inputs | None = None
-        self.takes_several = layer == 0
         self._inside = False  # True during a pass of the run
+        self._arriving = arriving  # of the stage before; None for the first stage
+        self.leaving = StageValues(f"stage {layer}, {self.name},")
         self._cut: SampleCut | None = None
         self._synchronised = cut.synchronised()
         self._statistics_axis: StatisticsAxis | None = None  # None: one replica
+        self.uncut = ""  # sentence with the reason why ``cut=True`` of `wrap` left the module whole
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
@@ -131,8 +139,16 @@ class TorchStage:
             raise ConfigurationError(
                 f"there is no example input for stage {self.layer}, {self.name}; pass example=x to wrap"
             )
-        chosen = self._example[[number % len(self._example) for number in range(samples)]]
+        chosen = self._select(self._example, [number % len(self._example) for number in range(samples)])
         return chosen.map(array_of) if isinstance(chosen, ArrayGroup) else array_of(chosen)  # type: ignore[return-value]
+
+    @property
+    def takes_several(self) -> bool:
+        """True if this stage takes several values: inputs of a batch, or values of the stage before."""
+        return self._arriving is None or self._arriving.several
+
+    def _select(self, x: Inputs, samples: list[int]) -> Inputs:
+        return x[samples] if self._arriving is None else self._arriving.rows(cast("torch.Tensor", x), samples)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         for name, values in self.binding.initial(self.modules).items():
@@ -165,7 +181,8 @@ class TorchStage:
             if self.layer > 0:
                 x.grad = None
             # Modules may recompute activations.
-            with self._on_axes(), self.binding.collect(self.modules, gradients) as written:
+            collecting = self.binding.collect(self.modules, gradients)
+            with self._on_axes(), without_autocast(self.binding.device), collecting as written:
                 y.backward(tensor_of(dy))
             self._check_written(written)
             if self.layer == 0:
@@ -184,12 +201,14 @@ class TorchStage:
             if not self._inside and self.binding.has(self.modules):
                 raise UsageError(f"{self.name} was called outside of a step: {why}")
 
-        for _, module in self.modules.modules:
+        for module in self.modules.entries:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
         """Run the stage on the example input ``x``, and return the output. Store ``x`` and the FLOPs per sample."""
-        with flop_counter() as counter:
+        # Under the counter, PyTorch would give up compiling the modules for the rest of the process.
+        stance = library().compiler.set_stance if self.modules.is_compiled else contextlib.nullcontext
+        with stance("force_eager"), flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)
         return self._checked(y, x)
@@ -213,7 +232,7 @@ class TorchStage:
     def _run(self, x: "Inputs") -> "torch.Tensor":
         self._inside = True
         try:
-            with self._on_axes():
+            with self._on_axes(), fresh_casts():
                 return self._through(x)
         except RuntimeError as error:
             if len(x):
@@ -238,24 +257,19 @@ class TorchStage:
 
     def _through(self, x: "Inputs") -> "torch.Tensor":
         before = [constant._version for constant in self._constants.values()]
-        y: Any = x
+        y: Any = x if self._arriving is None else self._arriving.unpack(cast("torch.Tensor", x))
         for prefix, module in self.modules.modules:
             try:
                 y = self._call(prefix, module, y)
             except RuntimeError as error:
-                if "leaf Variable" not in str(error):
+                if not any(text in str(error) for text in OVERWRITES):
                     raise
                 raise UsageError(
                     f"stage {self.layer}, {self.name}, overwrites its input in {prefix or 'module'} "
                     f"({type(module).__name__}); the stage before still needs the input: use inplace=False"
                 ) from error
-            if not isinstance(y, library().Tensor):
-                raise UsageError(
-                    f"{prefix or 'module'} ({type(module).__name__}) in stage {self.layer} returns a "
-                    f"{type(y).__name__}; a stage must return one tensor, so that pipelines can split after it"
-                )
         self._check_constants(before)
-        return y
+        return self.leaving.pack(y, len(x), self.binding.dtype)
 
     def _call(self, prefix: str, module: "torch.nn.Module", x: "Inputs") -> Any:
         arguments: tuple[Any, ...] = (x,)
@@ -277,16 +291,16 @@ class TorchStage:
             raise
 
     def _checked(self, y: "torch.Tensor", x: "Inputs") -> "torch.Tensor":
-        expected = y.shape[1:] if self._output is None else self._output
+        expected = y.shape[1:] if self._output is None or self.leaving.learns else self._output
         if y.dim() == 0 or tuple(y.shape) != (len(x), *expected):
             raise UsageError(
                 f"stage {self.layer}, {self.name}, returns {tuple(y.shape)} for {len(x)} samples, expected "
                 f"{(len(x), *expected)}; dim 0 must be the samples, and the other dims must be the same in all calls"
             )
-        if y.dtype != self.binding.dtype:
-            raise UsageError(
-                f"stage {self.layer}, {self.name}, returns {y.dtype}, but its parameters are {self.binding.dtype}; "
-                "convert the output to the parameters' dtype"
+        if self._cut is not None and self.leaving.several:
+            raise ConfigurationError(
+                f"parallel.context needs one tensor between stages, but stage {self.layer}, {self.name}, returns "
+                "several; set parallel.context = 1"
             )
         self._output = tuple(y.shape[1:])
         shared = y.untyped_storage().data_ptr()

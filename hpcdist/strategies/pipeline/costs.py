@@ -166,9 +166,9 @@ def _targets(model: Model, samples: int) -> np.ndarray:
 
 
 def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> np.ndarray:
-    if unit:
+    if unit and not getattr(model.stages[unit], "takes_several", False):
         return draw.standard_normal(model.stages[unit - 1].output_shape(samples)).astype(model.dtype)
-    first = model.stages[0]
+    first = model.stages[unit]
     if hasattr(first, "example_input"):  # a user's own model
         example: np.ndarray = first.example_input(samples)
         return example

@@ -289,15 +289,18 @@ def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory
     return least[1]
 
 
-def check_units(units: int, ranks: int, chunks: int) -> None:
-    """Raise ConfigurationError if ``units`` layers are too few for ``ranks`` ranks with ``chunks`` chunks each."""
+def check_units(units: int, ranks: int, chunks: int, uncut: str = "") -> None:
+    """Raise ConfigurationError if ``units`` layers are too few for ``ranks`` ranks with ``chunks`` chunks each.
+
+    ``uncut``: reason why a user's module could not be cut into several units, or "".
+    """
     if units >= ranks * chunks:
         return
     or_fewer_chunks = " or chunks per rank" if chunks > 1 else ""
     raise ConfigurationError(
         f"parallel.pipeline = {ranks} needs at least {ranks * chunks} model units ({ranks} ranks x {chunks} chunks per "
         f"rank), but the model has only {units} units (embedding, layers and head, or the stages of your own model); "
-        f"use fewer pipeline ranks{or_fewer_chunks}, or a model with more units"
+        f"use fewer pipeline ranks{or_fewer_chunks}, or a model with more units{uncut and f'. {uncut}'}"
     )
 
 

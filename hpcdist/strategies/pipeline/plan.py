@@ -100,7 +100,7 @@ def plan(
     """
     # ``seconds``: measured times of each layer. ``earlier_units``: layers of each stage in a checkpoint, to be kept.
     ranks, count = parallel.pipeline, len(model.stages)
-    check_units(count, ranks, schedule.chunks)
+    check_units(count, ranks, schedule.chunks, getattr(model.stages[0], "uncut", ""))
     split = TensorSplit(ranks=parallel.tensor, by_tokens=parallel.sequence_parallel)
     costs = unit_costs(model, samples, split, documents)
     empty = schedule.place([range(unit, unit + 1) for unit in range(ranks * schedule.chunks)])

@@ -125,12 +125,12 @@ def warn_of_whole_gathers(trainer: Trainer) -> str:
     if share < LARGE_STAGE_SHARE:
         return ""
     stage = model.stages[largest]
-    called = getattr(stage, "name", "")
+    called, uncut = getattr(stage, "name", ""), getattr(stage, "uncut", None)
+    advice = {None: "Wrap", "": "Pass cut=True to wrap, or wrap"}.get(uncut, f"{uncut}. Wrap")
     return (
         f"ZeRO-3 gathers stage by stage, and stage {stage.layer}{called and f', {called},'} has {share:.0%} of the "
         "parameters of this rank: during a step every rank holds them and their gradients whole; only the optimizer "
-        "state stays sharded. Wrap a list of smaller stages, such as [embedding, *blocks, head], each of which takes "
-        "one tensor and returns one"
+        f"state stays sharded. {advice} a list of smaller stages, such as [embedding, *blocks, head]"
     )
 
 

@@ -1,4 +1,4 @@
-"""Scripts with BatchNorm, frozen parameters and schedulers under `Training`, against PyTorch in one process."""
+"""Scripts with BatchNorm, frozen parameters, schedulers and skips under `Training`, against PyTorch in one process."""
 
 import pytest
 
@@ -14,11 +14,48 @@ from torch import nn
 import hpcdist
 from hpcdist.training.pytorch import Training, load, recipe_of, wrap
 
-strategy, pipeline, out, stop = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-STEPS, BATCH = 8, 24
+kind, strategy, pipeline, out, stop = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+STEPS, BATCH, CUT, BACKEND = 8, 24, kind == "unet", "aot_eager"
+
+class Block(nn.Module):
+    def __init__(self, inputs, outputs, norm):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(outputs) if norm == "batch" else nn.GroupNorm(2, outputs)
+        self.time, self.act = nn.Linear(8, outputs), nn.SiLU(inplace=True)
+
+    def forward(self, x, time):
+        return self.act(self.norm(self.conv(x)) + self.time(time)[:, :, None, None])
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, 8), nn.SiLU(), nn.Linear(8, 8))
+        self.down = nn.ModuleList([Block(2, 4, "batch"), Block(4, 8, "group")])
+        self.mid, self.pool = Block(8, 8, "batch"), nn.MaxPool2d(2)
+        self.up = nn.ModuleList([Block(16, 8, "group"), Block(12, 4, "batch")])
+        self.head = nn.Conv2d(4, 2, 1)
+        self.scale = nn.Parameter(torch.ones(2, 1, 1))
+        self.up[1].time.bias.requires_grad_(False)
+
+    def forward(self, x, time):
+        height, width = x.shape[-2:]
+        time, skips = self.time(time), []
+        for block in self.down:
+            x = block(x, time)
+            skips.append(x)
+            x = self.pool(x)
+        x = self.mid(x, time)
+        for block in self.up:
+            skip = skips.pop()
+            x = nn.functional.interpolate(x, size=skip.shape[-2:])
+            x = block(torch.cat([x, skip], dim=1), time)
+        return (self.head(x) * self.scale).view(-1, 2, height, width)
 
 def build(seed):
     torch.manual_seed(seed)
+    if CUT:
+        return UNet().double()
     blocks = [nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.GELU())]
     blocks += [nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16)]
     model = nn.Sequential(*blocks, nn.GELU(), nn.Linear(16, 1)).double()
@@ -27,27 +64,43 @@ def build(seed):
     return model
 
 def batch(step):
-    x = torch.from_numpy(np.random.default_rng(step).normal(size=(BATCH, 6)))
-    return x, x.square().sum(1, keepdim=True)
+    rng = np.random.default_rng(step)
+    if CUT:
+        x, time = (torch.from_numpy(rng.normal(size=(BATCH, *shape))) for shape in [(2, 8, 8), (1,)])
+        return (x, time), x.square() * time[:, :, None, None]
+    x = torch.from_numpy(rng.normal(size=(BATCH, 6)))
+    return (x,), x.square().sum(1, keepdim=True)
+
+def share(step):
+    x, y = batch(step)
+    x = tuple(part[training.share] for part in x)
+    return x if CUT else x[0], y[training.share]
 
 model = build(0 if hpcdist.init().rank == 0 else 1)  # rank 0 provides the values
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 recipe = {**recipe_of(optimizer), "parallel.strategy": strategy, "parallel.pipeline": pipeline}
 recipe |= {"run.steps": STEPS, "run.global_batch": BATCH, "precision.mode": "float64"}
 losses = []
-training = Training(wrap(model, nn.functional.mse_loss, example=batch(0)), recipe, out=out, resume="auto")
+x, y = batch(0)
+given = [torch.compile(child, backend=BACKEND) for child in model] if kind == "compiled" else model
+wrapped = wrap(given, nn.functional.mse_loss, example=(x if CUT else x[0], y), cut=CUT)
+training = Training(wrapped, recipe, out=out, resume="auto")
 with training:
     for step in training.steps:
         if step == stop:
             break
-        x, y = batch(step)
-        losses.append(training.step(x[training.share], y[training.share]))
-    x, y = batch(99)
-    evaluated = training.evaluate(x[training.share], y[training.share])
+        losses.append(training.step(*share(step)))
+    evaluated = training.evaluate(*share(99))
     rank, replicas = training.rank, training.data_size
+    peak = training._trainer.ledger.peak
+if CUT and (strategy, pipeline) == ("zero3", 1):  # one stage would have the shard and the whole parameters
+    whole = 8 * sum(parameter.numel() for parameter in model.parameters())
+    assert peak["parameters"] < whole / replicas + 0.6 * whole, (peak, whole)
 if stop < STEPS:
     sys.exit()
-load(model, training.parameters())
+load(given, training.parameters())
+graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if kind == "compiled" else 0
+assert 2 * (kind == "compiled") <= graphs <= 8, graphs
 reference = build(0)
 trained = [parameter for parameter in reference.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
@@ -56,10 +109,11 @@ expected = []
 for step in range(STEPS):
     optimizer.zero_grad()
     total = 0.0
-    for copy, x, y in zip(copies, *(part.chunk(replicas) for part in batch(step))):
+    x, y = batch(step)
+    for copy, y, *x in zip(copies, y.chunk(replicas), *(part.chunk(replicas) for part in x)):
         for mine, theirs in zip(copy.parameters(), reference.parameters()):
             mine.data, mine.grad = theirs.data, None
-        loss = nn.functional.mse_loss(copy(x), y) / replicas
+        loss = nn.functional.mse_loss(copy(*x), y) / replicas
         loss.backward()
         total += loss.item()
         for mine, theirs in zip(copy.parameters(), reference.parameters()):
@@ -79,23 +133,30 @@ if rank == 0:
             dict(reference.named_buffers())[name].copy_(mean)
         reference.eval()
         x, y = batch(99)
-        np.testing.assert_allclose(evaluated, nn.functional.mse_loss(reference(x), y).item(), rtol=1e-10)
+        np.testing.assert_allclose(evaluated, nn.functional.mse_loss(reference(*x), y).item(), rtol=1e-10)
     print("equal", len(losses))
 """
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "pipeline"),
+    ("kind", "ranks", "strategy", "pipeline"),
     [
-        (2, "zero3", 1),
+        ("chain", 2, "zero3", 1),
+        ("unet", 2, "zero3", 1),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            pytest.param(kind, *case, marks=pytest.mark.full)
+            for kind in ("chain", "unet")
             for case in [(1, "allreduce", 1), (3, "zero1", 1), (2, "zero1", 2)]
         ),
+        pytest.param("unet", 4, "zero3", 2, marks=pytest.mark.full),
+        pytest.param("compiled", 2, "zero3", 1, marks=pytest.mark.full),
+        pytest.param("compiled", 2, "zero1", 1, marks=pytest.mark.full),
+        pytest.param("compiled", 2, "allreduce", 1, marks=pytest.mark.full),
+        pytest.param("compiled", 2, "allreduce", 2, marks=pytest.mark.full),
     ],
 )
-def test_batchnorm_and_frozen_parameters_match_pytorch_and_resume(launch, tmp_path, ranks, strategy, pipeline):
-    words = strategy, str(pipeline), str(tmp_path / "run")
+def test_batchnorm_and_frozen_parameters_match_pytorch_and_resume(launch, tmp_path, kind, ranks, strategy, pipeline):
+    words = kind, strategy, str(pipeline), str(tmp_path / "run")
     ended = launch(ranks, SCRIPT, *words, "5")
     assert ended.code == 0, ended.output
     ended = launch(ranks, SCRIPT, *words, "8")

@@ -12,6 +12,7 @@ from harness import trainings
 from harness.marks import cases
 from hpcdist.adapters.torch.loss import TorchLoss
 from hpcdist.adapters.torch.model import wrap
+from hpcdist.adapters.torch.values import StageValues
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, UsageError
 from hpcdist.models.arena import Arena
@@ -213,7 +214,7 @@ def mean_normalised_before_sum(outputs, targets):
 )
 def test_weighted_mean_without_visible_weights_is_rejected(loss, message, rng):
     (x, y), *_ = draw_batches(rng)
-    judge, module = TorchLoss(loss, "mean", 1), build_module(0)
+    judge, module = TorchLoss(loss, "mean", 1, StageValues("stage 0")), build_module(0)
     outputs = module(torch.from_numpy(x)).detach().numpy()
     with pytest.raises(UsageError, match=message):
         judge.forward(outputs, y, wrap(module, mean_loss).operations, Arena().saved(0))
@@ -225,7 +226,7 @@ def test_equal_weights_give_the_plain_mean_bit_for_bit(loss, rng):
     (x, y), *_ = draw_batches(rng, padded_from=1)
     outputs = build_module(0)(torch.from_numpy(x)).detach()
     targets = torch.from_numpy(y) if loss in (mean_loss, masked_mean) else torch.randn_like(outputs)
-    judge, saved = TorchLoss(loss, "mean", CONTEXT), Arena().saved(0)
+    judge, saved = TorchLoss(loss, "mean", CONTEXT, StageValues("stage 0")), Arena().saved(0)
     saved.draw = Draw(0, 1, 0)
     total = judge.forward(outputs.numpy().copy(), targets.numpy(), None, saved)
     gradient = judge.backward(0.5, None, saved)

@@ -164,12 +164,12 @@ def test_output_shape_unlike_the_example_is_rejected():
 
 def test_output_that_is_not_a_batch_is_rejected():
     assert_step_rejected(UsageError, r"returns \(3, 4\) for 4 samples", Uses(lambda self, x: self.weight @ x.T))
-    assert_step_rejected(UsageError, r"module \(Uses\) in stage 0 returns a tuple", Uses(lambda self, x: (x, x)))
     assert_step_rejected(
-        UsageError,
-        r"returns torch\.bfloat16, but its parameters are torch\.float32",
-        Uses(lambda self, x: x.bfloat16()),
+        UsageError, r"stage 0, module \(Uses\), returns torch\.float64 values", Uses(lambda self, x: x.double())
     )
+    assert_step_rejected(UsageError, r"returns a torch\.int64 tensor", Uses(lambda self, x: x.long()))
+    assert_step_rejected(UsageError, r"returns a list without tensors", Uses(lambda self, x: [1, None]))
+    assert_step_rejected(UsageError, r"returns a set", Uses(lambda self, x: (x, {1})))
 
 
 def test_stage_that_overwrites_its_input_is_rejected():

@@ -79,20 +79,31 @@ def test_one_line_describes_the_architecture(ranks, keys, expected, tmp_path, rn
     assert run_threads(ranks, body) == [expected] * ranks
 
 
-@pytest.mark.parametrize(("kind", "layers", "warned"), [("given", 1, True), ("given", 4, False), ("import", 1, True)])
-def test_zero3_warns_if_one_stage_has_all_parameters(kind, layers, warned):
+@pytest.mark.parametrize(
+    ("kind", "layers", "uncut", "advice"),
+    [
+        ("given", 4, None, ""),
+        ("import", 1, None, ". Wrap a list of smaller stages"),
+        ("given", 1, "", ". Pass cut=True to wrap, or wrap a list"),
+        ("given", 1, "wrap could not cut the module: reason", ". wrap could not cut the module: reason. Wrap a list"),
+    ],
+)
+def test_zero3_warns_if_one_stage_has_all_parameters(kind, layers, uncut, advice):
     """A user module that is no list of stages is gathered as one unit, so sharding its parameters saves no memory."""
 
     def body(comm):
         stages = models.build(ModelConfig(kind="mlp", layers=layers, hidden=9), features=5, classes=3).stages
         given = Model(stages[:1] if layers == 1 else stages, "float32", tokens_per_sample=1)
+        if uncut is not None:
+            given.stages[0].uncut = uncut
         keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}
         recipe = recipes.load(settings.table(keys, "here", recipes.known_keys(), Path()), environment={}).recipe
         return figures.warn_of_whole_gathers(assemble(session_of(comm), recipe, script_model=given))
 
     lines = run_threads(2, body)
-    assert lines[0] == lines[1] and bool(lines[0]) == warned
-    assert not warned or "stage 0 has 100% of the parameters of this rank" in lines[0]
+    assert lines[0] == lines[1] and bool(lines[0]) == bool(advice)
+    assert not advice or "stage 0 has 100% of the parameters of this rank" in lines[0]
+    assert advice in lines[0]
 
 
 @cases(
