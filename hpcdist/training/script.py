@@ -353,7 +353,7 @@ class Training:
                 f"step {step}: the optimizer's learning rate has changed, but communication.delayed applies a gradient "
                 "one step late; set communication.delayed = false, or optimizer.decay instead of the scheduler"
             )
-        if self._are_compared(self._done - self._trainer.first_step, step):
+        if _are_compared(self.recipe, self._done - self._trainer.first_step, step):
             bounds = np.array([factor, -factor])
             self._session.comm.allreduce(bounds, "max")
             if bounds[0] != -bounds[1]:
@@ -363,13 +363,9 @@ class Training:
                 )
         exchange.rate_factor = factor
 
-    def _are_compared(self, before: int, number: int) -> bool:
-        every = self.recipe.run.sentinel_every_steps
-        return before < COMPARED_FIRST or bool(every and number % every == 0)
-
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         trainer = self._trainer
-        if trainer.grid.size > trainer.grid.data and self._are_compared(before, number):
+        if trainer.grid.size > trainer.grid.data and _are_compared(self.recipe, before, number):
             compares = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)
             check_batch(trainer.comm, self.data_rank, x, y, what, looks=compares)
 
@@ -396,6 +392,11 @@ class ReplicaSampler:
                 yield order.indices(first, part.size)
             else:
                 yield [index % self._samples for index in range(first, first + part.size)]
+
+
+def _are_compared(recipe: recipes.Recipe, before: int, number: int) -> bool:
+    every = recipe.run.sentinel_every_steps
+    return before < COMPARED_FIRST or bool(every and number % every == 0)
 
 
 def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping[str, str]) -> tuple[Any, str]:
