@@ -69,9 +69,8 @@ def leave(code: int) -> NoReturn:
 def trainer_callback() -> Any:
     """Return a callback for ``callbacks=[...]`` of the Hugging Face Trainer, on all ranks of the job.
 
-    After a stop request, the Trainer saves a checkpoint after the current step, and the program exits with code 75 or
-    130. Checkpoints count as progress of restarts once all ranks have written them: pass
-    `resume_from_checkpoint=last_saved()` to `Trainer.train`. Logged values are passed to `log`. Local.
+    After a stop request, the Trainer saves after the current step, and the program exits with code 75 or 130. Logged
+    values are passed to `log`. Pass `resume_from_checkpoint=last_saved()` to `Trainer.train`. Local.
     """
     try:
         from transformers import TrainerCallback

@@ -164,6 +164,7 @@ def whole_unet(tmp_path_factory):
     return output.splitlines()[-1], folder / "run"
 
 
+@pytest.mark.full
 def test_unet_example_killed_at_a_step_continues_with_the_same_bits(tmp_path, whole_unet):
     last_line, whole = whole_unet
     done = completed(line_of(*UNET, interrupted=("kill", 1, "log")), tmp_path)
@@ -173,6 +174,7 @@ def test_unet_example_killed_at_a_step_continues_with_the_same_bits(tmp_path, wh
     assert_same_state(tmp_path / "run", whole)
 
 
+@pytest.mark.full
 def test_unet_example_stops_at_sigterm_and_continues_with_the_same_bits(tmp_path, whole_unet):
     last_line, whole = whole_unet
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
@@ -224,6 +226,7 @@ torch.save([losses, model.state_dict(), average.module.state_dict()], sys.argv[4
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.matrix_except("float64")
 def test_unet_example_on_any_number_of_ranks_equals_one_process(tmp_path, precision):
@@ -245,6 +248,7 @@ def test_unet_example_on_any_number_of_ranks_equals_one_process(tmp_path, precis
                 assert error <= tolerance, (ranks, kind, name, error)
 
 
+@pytest.mark.full
 def test_hugging_face_trainer_example_killed_in_a_save_continues_with_the_same_bits(tmp_path, text):
     """The incomplete checkpoint is not used."""
     pytest.importorskip("accelerate")

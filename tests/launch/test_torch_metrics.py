@@ -204,6 +204,7 @@ def test_trace_of_a_script_shows_its_buckets_gathers_and_waits(tmp_path):
     assert {wait["in"].partition(":")[0] for wait in waits} & {"wait gradients", "wait all_gather"}
 
 
+@pytest.mark.full
 def test_script_without_trace_keeps_no_spans(tmp_path):
     folder = run_script(tmp_path, "all", "1", "3", HPCDIST_SET__TELEMETRY__TRACE="false")
     assert [path.suffix for path in sorted((folder / "recorder").iterdir())] == [".rec"] * 2

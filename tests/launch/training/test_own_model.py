@@ -298,6 +298,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_parts_of_the_ranks_train_at_the_same_time(mpiexec, tmp_path):
     (tmp_path / "train.py").write_text(PARTS)
     environment = {"HPCDIST_RUN_DIR": str(tmp_path / "launcher")}

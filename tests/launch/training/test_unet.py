@@ -80,19 +80,15 @@ if rank == 0:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "strategy", "dtype", "tolerance"),
     [
+        (1, "allreduce", "float64", "1e-10"),
         (2, "zero3", "float64", "1e-10"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                (1, "allreduce", "float64", "1e-10"),
-                (3, "zero1", "float64", "1e-10"),
-                (4, "zero3", "float32", "1e-5"),
-                (2, "allreduce", "float32", "1e-5"),
-            ]
-        ),
+        (3, "zero1", "float64", "1e-10"),
+        (4, "zero3", "float32", "1e-5"),
+        (2, "allreduce", "float32", "1e-5"),
     ],
 )
 def test_unet_equals_one_process(launch, ranks, strategy, dtype, tolerance):
