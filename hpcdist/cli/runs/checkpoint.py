@@ -189,11 +189,15 @@ def show(path: Path, tensors: bool, as_json: bool) -> None:
         raise StorageError(checkpoint.reason)
     figures: dict[str, Any] = listing.summary(checkpoint) | {"scalars": loaded.scalars}
     if tensors:
-        figures["tensors"] = [jsonable(tensor) | {"bytes": tensor.nbytes} for tensor in listing.stored_tensors(loaded)]
+        stored = [(jsonable(tensor), tensor.nbytes) for tensor in listing.stored_tensors(loaded)]
+        figures["tensors"] = [{name: about[name] for name in _COLUMNS} | {"bytes": size} for about, size in stored]
     if as_json:
         click.echo(json.dumps(figures))
     else:
         _print_figures(figures)
+
+
+_COLUMNS = "kind", "name", "dtype", "shape"  # of a stored tensor
 
 
 def _print_figures(figures: dict[str, Any]) -> None:
@@ -206,9 +210,8 @@ def _print_figures(figures: dict[str, Any]) -> None:
         (f"  {kind}", f"{sums['tensors']} tensors", f"{sums['elements']:,} elements", format_bytes(sums["bytes"]))
         for kind, sums in figures["kinds"].items()
     ]
-    names = ("kind", "name", "dtype", "shape")
     tensors = [
-        [f"  {tensor['kind']}", *(str(tensor[name]) for name in names[1:])] for tensor in figures.get("tensors", ())
+        [f"  {tensor['kind']}", *(str(tensor[name]) for name in _COLUMNS[1:])] for tensor in figures.get("tensors", ())
     ]
     for line in (*(aligned(kinds) if kinds else ()), *(aligned(tensors, left=range(4)) if tensors else ())):
         click.echo(line)
