@@ -27,6 +27,7 @@ from hpcdist.collectives import dispatch
 from hpcdist.collectives.arrays import algorithm_for
 from hpcdist.comm.start import Session
 from hpcdist.comm.transport import NULL_SINK, EventSink
+from hpcdist.training.recipe import recipe as recipes
 
 SCHEMA, RANKS = "hpcdist-benchmark-process-group-overhead", 2
 COMMITTED = "wrapped/2026-11-28-overhead.h5"
@@ -42,7 +43,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     import torch.distributed as dist
 
     import hpcdist.torch
-    from hpcdist.torch import metrics
+    from hpcdist.torch import activity, metrics
 
     if session.comm.size == 1:
         sys.exit("an allreduce needs at least 2 ranks; choose --ranks 2")
@@ -54,7 +55,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     array = tensor.numpy()
     algorithm = algorithm_for(comm, array)
     folder = tempfile.TemporaryDirectory()
-    metrics.begin(hpcdist.init(), Path(folder.name) / "run")
+    metrics.begin(hpcdist.init(), Path(folder.name) / "run", recipes.load().recipe)
+    activities = activity.current()  # recorded only for the contenders with metrics
     steps, loss = itertools.count(1), torch.ones(())
 
     def log() -> None:
@@ -64,21 +66,27 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         with metrics.phase("update"):
             pass
 
-    def timed_calls(call: Callable[[], object], sink: EventSink) -> Callable[[], float]:
-        return harness.repeated(call, chosen.calls, session.comm, lambda: setattr(comm, "events", sink))
+    def timed_calls(call: Callable[[], object], sink: EventSink, metrics: bool = False) -> Callable[[], float]:
+        def begin() -> None:
+            comm.events = sink
+            activity.set_current(activities if metrics else None)
+
+        return harness.repeated(call, chosen.calls, session.comm, begin)
 
     contenders = {
         BASE: timed_calls(lambda: dispatch.allreduce(comm, array, algorithm), NULL_SINK),
         RECORDED: timed_calls(lambda: dist.all_reduce(tensor), recorder),
         f"{RECORDED}, not recorded": timed_calls(lambda: dist.all_reduce(tensor), NULL_SINK),
         f"{RECORDED}, asynchronous": timed_calls(lambda: dist.all_reduce(tensor, async_op=True).wait(), recorder),
+        f"{RECORDED}, with metrics": timed_calls(lambda: dist.all_reduce(tensor), recorder, metrics=True),
         GLOO: timed_calls(lambda: dist.all_reduce(tensor, group=gloo), NULL_SINK),
-        LOG: timed_calls(log, recorder),
-        PHASE: timed_calls(phase, recorder),
+        LOG: timed_calls(log, recorder, metrics=True),
+        PHASE: timed_calls(phase, recorder, metrics=True),
     }
     gc.disable()
     values = harness.alternate(contenders, chosen.rounds)
     gc.enable()
+    activity.set_current(activities)
     metrics.end()
     comm.events = recorder
     times = harness.of_ranks(session.comm, values)

@@ -26,7 +26,9 @@ from hpcdist.collectives.algorithms import all_to_all as exchange
 from hpcdist.collectives.algorithms import broadcast as tree
 from hpcdist.collectives.algorithms import ring
 from hpcdist.collectives.arrays import algorithm_for, sharding_for
+from hpcdist.collectives.autotune import NATIVE
 from hpcdist.collectives.segments import scratch, wait_all
+from hpcdist.comm.checks import is_plain
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.errors import DeadlineError, UsageError
 from hpcdist.torch.buffers import Buffer
@@ -132,6 +134,7 @@ def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], functio
         result[...] = total.astype(buffer.dtype)
 
 
+SMALL_BYTES: Final = 4096
 ARRIVED, LEAVE = 1, 2  # tags of the monitored barrier
 
 
@@ -148,10 +151,17 @@ def _allreduce(comm: Communicator, array: Array, how: Reduction, algorithm: str)
         if how.op:
             scale = 1.0 / comm.size if how.average and array.dtype.kind not in "iu" else 1.0
             chosen = algorithm_for(comm, array) if algorithm == "auto" else algorithm
-            dispatch.allreduce(comm, array, chosen, how.op, scale=scale)
+            if scale == 1.0 < comm.size and array.nbytes <= SMALL_BYTES and _is_native(chosen, array):
+                comm.allreduce(array, how.op)  # for a few bytes, `dispatch` takes as long as the reduction
+            else:
+                dispatch.allreduce(comm, array, chosen, how.op, scale=scale)
         else:
             _allreduce_ufunc(comm, array, how.function)
         divide_integers(array, how, comm.size)
+
+
+def _is_native(algorithm: str, array: Array) -> bool:
+    return is_plain(array) and dispatch.parse_algorithm(algorithm).at(array.nbytes) == NATIVE
 
 
 def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
