@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import state as arrays
+from hpcdist.checkpoint.listing import STATE
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.world import communicator_of
@@ -101,7 +102,7 @@ class _Held:
 
     def piece(self, name: str) -> Piece:
         flat = self.buffer.array
-        return Piece(arrays.KIND, name, self.shape, self.box, Range(0, flat.size), flat)
+        return Piece(STATE, name, self.shape, self.box, Range(0, flat.size), flat)
 
 
 class _Collector:
@@ -216,7 +217,7 @@ def _restore(comm: Communicator, path: Path, state: State) -> dict[str, Any]:
     collector = _Collector(comm, state)
     collector.trees()
     entries = arrays.stored_entries(comm, path)
-    stored, values = entries.shapes(arrays.KIND), entries.scalars
+    stored, values = entries.shapes(STATE), entries.scalars
     if missing := [name for name in state if name not in values]:
         raise StorageError(f"{path} has no values for {', '.join(missing)}; its keys are {', '.join(values)}")
     dtypes = {name: dtype for key in state for name, dtype in _tensors_in(values[key], key)}

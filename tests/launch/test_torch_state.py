@@ -86,6 +86,7 @@ def test_state_of_a_script_continues_with_the_same_bits_and_on_other_ranks(launc
         assert abs(loss - whole[2]) <= 1e-12 * abs(whole[2])
     listing = jobs.hpcdist("checkpoint", "verify", tmp_path / "whole").stdout
     assert "complete" in listing
+    assert "hpcdist.torch.load" in jobs.hpcdist("checkpoint", "export", tmp_path / "whole", tmp_path / "x.pt").stderr
 
 
 @pytest.mark.full
