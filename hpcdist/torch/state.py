@@ -119,6 +119,13 @@ class _Collector:
         """Collect the tensors of the state. Return {key: JSON tree of the value}, where a tensor is only its dtype."""
         return {name: self._tree(name, self._content(name, value)) for name, value in self._state.items()}
 
+    def check_values(self) -> None:
+        """Raise UsageError if `save` rejects a value without a state dict. Local."""
+        # State dicts are not checked: PyTorch's get_optimizer_state_dict makes a step if the optimizer has no state.
+        for name, value in self._state.items():
+            if not isinstance(value, Stateful):
+                self._tree(name, value)
+
     def pieces_to_save(self) -> list[Piece]:
         """Return the tensor slices that this rank saves. Call `trees` first."""
         groups: dict[tuple[Any, int, int], list[Piece]] = {}
@@ -175,9 +182,12 @@ class _Collector:
             return {TUPLE: members} if isinstance(value, tuple) else members
         if value is None or isinstance(value, bool | int | float | str):
             return value
+        cure = "give it the methods state_dict and load_state_dict, or save its tensors and JSON values"
+        if isinstance(value, Stateful):
+            cure = "use a separate key of the state for this object"
         raise UsageError(
-            f"{name} is a {type(value).__name__}, but only tensors, JSON values and objects with a state dict can be "
-            "saved; leave this value out of the state, or convert it"
+            f"{name} is an object of type {type(value).__name__}, but only tensors, JSON values and objects with a "
+            f"state dict can be saved; {cure}"
         )
 
     def _held(self, name: str, value: torch.Tensor) -> _Held:
@@ -326,9 +336,10 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
 
     Models, optimizers, other objects and tensors in ``state`` are restored in place. Return {key: restored value} for
     the tensors and JSON values in ``state``, or None without a checkpoint. Raises StorageError if the keys or shapes in
-    the checkpoint do not match ``state``.
+    the checkpoint do not match ``state``, and UsageError for values that `save` rejects, also without a checkpoint.
     """
     where = communicator_of(comm)
+    _Collector(where, state).check_values()
     arrays.finish_saves(where)
 
     def take(path: Path | None) -> dict[str, Any] | None:

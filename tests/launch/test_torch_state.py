@@ -42,6 +42,11 @@ try:
     raise AssertionError
 except hpcdist.errors.UsageError as error:
     assert "two tensors of the state have the name 'a/b'" in str(error)
+try:
+    hpcdist.torch.load(out, {"step": 0, "average": object()})
+    raise AssertionError
+except hpcdist.errors.UsageError as error:
+    assert "average is an object of type object" in str(error)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random": random_state}
 mean = torch.zeros(3, dtype=torch.bool)
 saved = hpcdist.torch.load(out, state | {"step": 0, "kinds": None, "mean": mean})
