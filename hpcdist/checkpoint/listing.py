@@ -29,6 +29,8 @@ from hpcdist.reporting.units import counted
 
 PARAMETERS: Final = "parameters"
 AVERAGES: Final = "optimizer.ema"  # moving averages of the parameters
+STATISTICS: Final = "statistics"  # running statistics of BatchNorm modules
+STATE: Final = "state"  # arrays of a script, saved by `hpcdist.checkpoint.state`
 COMPLETE: Final = "complete"
 UNFINISHED: Final = "unfinished"
 DAMAGED: Final = "damaged"

@@ -17,6 +17,7 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import two_phase
 from hpcdist.checkpoint.background import BackgroundCheckpoints
+from hpcdist.checkpoint.listing import STATE
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import (
     from_newest_intact,
@@ -32,7 +33,6 @@ from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number
 from hpcdist.errors import BufferHandoverError, StorageError, UsageError
 
-KIND: Final = "state"
 FOLDER: Final = "checkpoints"
 
 
@@ -255,7 +255,7 @@ def _lock(directory: Path) -> None:
 
 def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]:
     entries = stored_entries(comm, path)
-    stored = entries.shapes(KIND)
+    stored = entries.shapes(STATE)
     if state is None:
         state = {name: np.empty(shape, dtype_of(dtype)) for name, (shape, dtype) in stored.items()}
     pieces, results, copies = [], dict[str, Any](), []
@@ -295,7 +295,7 @@ def _piece(comm: Communicator, name: str, value: Any) -> tuple[Piece, bool]:
     if _is_tensor(array):
         flat, copied = _memory(name, array)
         box, shape = _placed(comm, value) if isinstance(value, Sharded) else (whole_box(array.shape), array.shape)
-        return Piece(KIND, name, tuple(shape), box, Range(0, flat.size), flat), copied
+        return Piece(STATE, name, tuple(shape), box, Range(0, flat.size), flat), copied
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")
     if fault := fault_in(array.dtype):
@@ -303,7 +303,7 @@ def _piece(comm: Communicator, name: str, value: Any) -> tuple[Piece, bool]:
     copied = not array.flags.c_contiguous
     flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
     box, shape = _placed(comm, value) if isinstance(value, Sharded) else (whole_box(array.shape), array.shape)
-    return Piece(KIND, name, shape, box, Range(0, flat.size), flat), copied
+    return Piece(STATE, name, shape, box, Range(0, flat.size), flat), copied
 
 
 def _is_tensor(value: object) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import state as arrays
+from hpcdist.checkpoint.listing import STATE
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.world import communicator_of
@@ -101,7 +102,7 @@ class _Held:
 
     def piece(self, name: str) -> Piece:
         flat = self.buffer.array
-        return Piece(arrays.KIND, name, self.shape, self.box, Range(0, flat.size), flat)
+        return Piece(STATE, name, self.shape, self.box, Range(0, flat.size), flat)
 
 
 class _Collector:
@@ -117,6 +118,13 @@ class _Collector:
     def trees(self) -> dict[str, Any]:
         """Collect the tensors of the state. Return {key: JSON tree of the value}, where a tensor is only its dtype."""
         return {name: self._tree(name, self._content(name, value)) for name, value in self._state.items()}
+
+    def check_values(self) -> None:
+        """Raise UsageError if `save` rejects a value without a state dict. Local."""
+        # State dicts are not checked: PyTorch's get_optimizer_state_dict makes a step if the optimizer has no state.
+        for name, value in self._state.items():
+            if not isinstance(value, Stateful):
+                self._tree(name, value)
 
     def pieces_to_save(self) -> list[Piece]:
         """Return the tensor slices that this rank saves. Call `trees` first."""
@@ -174,9 +182,12 @@ class _Collector:
             return {TUPLE: members} if isinstance(value, tuple) else members
         if value is None or isinstance(value, bool | int | float | str):
             return value
+        cure = "give it the methods state_dict and load_state_dict, or save its tensors and JSON values"
+        if isinstance(value, Stateful):
+            cure = "use a separate key of the state for this object"
         raise UsageError(
-            f"{name} is a {type(value).__name__}, but only tensors, JSON values and objects with a state dict can be "
-            "saved; leave this value out of the state, or convert it"
+            f"{name} is an object of type {type(value).__name__}, but only tensors, JSON values and objects with a "
+            f"state dict can be saved; {cure}"
         )
 
     def _held(self, name: str, value: torch.Tensor) -> _Held:
@@ -216,7 +227,7 @@ def _restore(comm: Communicator, path: Path, state: State) -> dict[str, Any]:
     collector = _Collector(comm, state)
     collector.trees()
     entries = arrays.stored_entries(comm, path)
-    stored, values = entries.shapes(arrays.KIND), entries.scalars
+    stored, values = entries.shapes(STATE), entries.scalars
     if missing := [name for name in state if name not in values]:
         raise StorageError(f"{path} has no values for {', '.join(missing)}; its keys are {', '.join(values)}")
     dtypes = {name: dtype for key in state for name, dtype in _tensors_in(values[key], key)}
@@ -325,9 +336,10 @@ def load(directory: str | Path, state: State, *, comm: Any = None) -> dict[str, 
 
     Models, optimizers, other objects and tensors in ``state`` are restored in place. Return {key: restored value} for
     the tensors and JSON values in ``state``, or None without a checkpoint. Raises StorageError if the keys or shapes in
-    the checkpoint do not match ``state``.
+    the checkpoint do not match ``state``, and UsageError for values that `save` rejects, also without a checkpoint.
     """
     where = communicator_of(comm)
+    _Collector(where, state).check_values()
     arrays.finish_saves(where)
 
     def take(path: Path | None) -> dict[str, Any] | None:

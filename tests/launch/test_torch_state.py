@@ -42,6 +42,11 @@ try:
     raise AssertionError
 except hpcdist.errors.UsageError as error:
     assert "two tensors of the state have the name 'a/b'" in str(error)
+try:
+    hpcdist.torch.load(out, {"step": 0, "average": object()})
+    raise AssertionError
+except hpcdist.errors.UsageError as error:
+    assert "average is an object of type object" in str(error)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random": random_state}
 mean = torch.zeros(3, dtype=torch.bool)
 saved = hpcdist.torch.load(out, state | {"step": 0, "kinds": None, "mean": mean})
@@ -86,6 +91,7 @@ def test_state_of_a_script_continues_with_the_same_bits_and_on_other_ranks(launc
         assert abs(loss - whole[2]) <= 1e-12 * abs(whole[2])
     listing = jobs.hpcdist("checkpoint", "verify", tmp_path / "whole").stdout
     assert "complete" in listing
+    assert "hpcdist.torch.load" in jobs.hpcdist("checkpoint", "export", tmp_path / "whole", tmp_path / "x.pt").stderr
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor, kind_of_parameters, stored_tensors
+from hpcdist.checkpoint.listing import PARAMETERS, STATE, STATISTICS, StoredTensor, kind_of_parameters, stored_tensors
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError, UsageError
@@ -50,17 +50,22 @@ def export_metadata(loaded: Manifest) -> str:
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool, averaged: bool = False) -> list[StoredTensor]:
-    """Return a list of all tensors if ``optimizer``, else of the parameters. Raises UsageError if the list is empty.
+    """Return a list of all tensors if ``optimizer``, else of the parameters and the running statistics of BatchNorm.
 
-    ``averaged``: True for parameters with the values of their moving average.
+    ``averaged``: True for parameters with the values of their moving average. Raises UsageError if the list is empty.
     """
     if optimizer and averaged:
         raise UsageError("--optimizer exports the moving average as optimizer.ema; leave out --averaged")
     kind = kind_of_parameters(loaded, averaged)
-    tensors = stored_tensors(loaded, None if optimizer else {kind})
+    tensors = stored_tensors(loaded, None if optimizer else {kind, STATISTICS})
+    if not tensors and any(entry.kind == STATE for entry in loaded.pieces):
+        raise UsageError(
+            "this checkpoint was saved by a script: read it with hpcdist.torch.load if hpcdist.torch.save wrote it, "
+            "otherwise with hpcdist.checkpoint.load"
+        )
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")
-    return [replace(tensor, kind=PARAMETERS, source=kind) for tensor in tensors] if averaged else tensors
+    return [replace(tensor, kind=PARAMETERS, source=kind) if tensor.kind == kind else tensor for tensor in tensors]
 
 
 def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTensor, int]]) -> None:

@@ -1,6 +1,6 @@
 """PyTorch state dicts (``torch.save``): write them from a checkpoint, read them with ``weights_only``.
 
-A file with parameters only is a dict for ``load_state_dict``. A file with optimizer state is a dict of dicts by kind
+A file without optimizer state is a dict for ``load_state_dict``. A file with optimizer state is a dict of dicts by kind
 (``parameters``, ``optimizer.m``, ...), plus ``hpcdist``, the metadata of `exporting.export_metadata`.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.checkpoint.convert.exporting import METADATA_KEY, export_metadata, new_files, write_file, write_tensors
-from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.listing import PARAMETERS, STATISTICS, StoredTensor
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.config import FOREIGN
@@ -25,6 +25,7 @@ from hpcdist.reporting import atomic
 SUFFIXES: Final = (".pt", ".pth", ".bin")
 WRAPPERS: Final = ("state_dict", "model", "module", "model_state_dict")  # keys under which trainers store parameters
 MAX_PICKLE_BYTES: Final = 100_000_000  # of names, shapes and all other data except tensors, as in safetensors
+COUNTER: Final = ".num_batches_tracked"  # of BatchNorm: no dimensions in a module, shape (1,) in a checkpoint
 _ALIGNED: Final = 64
 
 
@@ -58,6 +59,8 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
             for tensor, start in offsets:
                 group = state.setdefault(tensor.kind, {}) if nested else state
                 values = _mapped_tensor(module, raw, tensor, start)
+                if tensor.kind == STATISTICS and tensor.name.endswith(COUNTER):
+                    values = values.reshape(())
                 group.update(dict.fromkeys(names.get(tensor.name, (tensor.name,)), values))
             if nested:
                 state[METADATA_KEY] = export_metadata(loaded)

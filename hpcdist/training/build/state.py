@@ -22,7 +22,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import Retention
-from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.listing import PARAMETERS, STATISTICS, StoredTensor
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest
 from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
 from hpcdist.checkpoint.shard import BlockReader, DamagedError
@@ -33,7 +33,7 @@ from hpcdist.strategies.data.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
 from hpcdist.training.build.state_source import StateSource, scalars_of
-from hpcdist.training.build.trainer import STATISTICS, Trainer
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import FEISTEL, RULES
 from hpcdist.training.recipe import recipe as recipes
 

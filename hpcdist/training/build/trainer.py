@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.piece import Piece
+from hpcdist.checkpoint.listing import STATISTICS
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import loss_unit, speed_unit
 from hpcdist.models.model import Model
@@ -31,8 +32,6 @@ from hpcdist.training.data import Prefetcher
 from hpcdist.training.data.samples import FilledSamples
 from hpcdist.training.observe.step_meters import NoiseMeter, RouterMeter
 from hpcdist.training.recipe.recipe import Recipe
-
-STATISTICS: Final = "statistics"  # kind of the checkpoint pieces with running statistics
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The moving average of the parameters equals PyTorch's AveragedModel, under every layout and after a resume."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -8,12 +10,14 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.optim import swa_utils
 
+from harness.jobs import call_command
 from harness.trainings import LAYOUTS, SETTINGS, assert_rejected, recipe_keys, run_steps, state, trainer_of
 from hpcdist.adapters.torch.model import wrap
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.convert import exporting
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
+from hpcdist.training.pytorch import load
 from hpcdist.training.run.saving import CheckpointSaver
 from hpcdist.training.script import Training
 
@@ -66,9 +70,9 @@ def test_average_equals_pytorch_after_a_resume(name, text, tmp_path):
         assert not np.array_equal(average, after[-1]["parameters", tensor])
 
 
-def test_averaged_parameters_are_read_and_exported(tmp_path):
+def test_averaged_parameters_are_read_and_exported(tmp_path, capsys):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
     x, y = torch.randn(8, 5).double(), torch.randn(8, 1).double()
     keys = {"run.steps": 5, "run.global_batch": 8, "optimizer.ema_decay": DECAY, "precision.mode": "float64"}
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(DECAY))
@@ -87,6 +91,11 @@ def test_averaged_parameters_are_read_and_exported(tmp_path):
         exported = np.fromfile(tmp_path / "out").reshape(tensors[0].shape)
     assert exporting.key_of(tensors[0]) == tensors[0].name
     np.testing.assert_array_equal(exported, averaged[tensors[0].name])
+    for values, *flags in ((last,), (averaged, "--averaged")):
+        out = tmp_path / f"model{len(flags)}.pt"
+        assert call_command(capsys, "checkpoint", "export", checkpoint, out, *flags)[0] == 0
+        load(whole := copy.deepcopy(model), values)  # the statistics of BatchNorm are in the model
+        torch.testing.assert_close(dict(whole.state_dict()), torch.load(out), rtol=0, atol=0)
 
 
 def test_average_without_the_key_is_rejected(tmp_path):
