@@ -66,7 +66,7 @@ _OUR_PYTHON = ("python", "python3")  # run by this Python: the Python on PATH ma
     "most_restarts",
     default=0,
     type=click.IntRange(min=0),
-    help="Maximum restarts of a failed `train --out DIR`, each from its newest checkpoint.",
+    help="Maximum restarts of a failed training or script, each from the newest checkpoint in its --out DIR.",
 )
 @click.option(
     "--survive",
@@ -74,7 +74,11 @@ _OUR_PYTHON = ("python", "python3")  # run by this Python: the Python on PATH ma
     help="Let `train` continue after rank failures: without the dead ranks, or with new ranks (Open MPI 5).",
 )
 @click.option("--spares", type=COUNT, help="Additional idle ranks that replace dead ranks, with --survive replace.")
-@click.option("--out", type=DIRECTORY, help="Run directory of a script's Training; overrides the script.")
+@click.option(
+    "--out",
+    type=DIRECTORY,
+    help="Run directory of a script with `hpcdist.torch` or Training; overrides `Training(out=)`.",
+)
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
@@ -113,9 +117,10 @@ def command(
     2, 69, 75, 78 and 130, a stop signal, or two consecutive starts without a new checkpoint. --survive continues after
     the death of ranks, but not of a node. --restarts and --survive can be combined.
 
-    A script with a `hpcdist.training.pytorch.Training` supports all options but --survive; --restarts needs --out to
-    find the checkpoints of the script. `python` means the Python of hpcdist, or --python. Any other program receives
-    the signals, and the exit code of the program is returned.
+    A script with a `hpcdist.training.pytorch.Training`, or over `hpcdist.torch`, supports all options but --survive;
+    --restarts needs --out to find the checkpoints of the script. --resume applies only to a `Training`. `python` means
+    the Python of hpcdist, or --python. Any other program receives the signals, and the exit code of the program is
+    returned.
     """
     script, options, interpreter = _check(command, energy), launcher_options(mpi_args), interpreter_words(python)
     typed = _typed_command(len(command) if script else 0)

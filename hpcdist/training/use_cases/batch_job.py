@@ -348,7 +348,7 @@ def hidden_paths(job: BatchJob, site: SiteProfile, data_paths: Iterable[str]) ->
     """
     if site.scheduler.kind == "none":
         return []
-    paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}
+    paths = {"the current directory (for the log)": Path.cwd(), "the run directory": job.run_dir}
     paths["this Python"] = Path(job.python)
     if job.python_path is not None:
         paths["hpcdist"] = Path(job.python_path)

@@ -453,7 +453,9 @@ def test_paths_hidden_from_nodes_are_rejected_except_in_dry_run(sbatch):
     """The test folder is under /tmp, which each node has for itself."""
     away = {"NODE_HOST": "elsewhere"}
     done = submit("--nodes=1", folder=sbatch, **away)
-    assert (done.returncode, done.stdout) == (78, "") and "is below /tmp, which is separate on each node" in done.stderr
+    assert (done.returncode, done.stdout) == (78, ""), done.stderr
+    message = f"the current directory (for the log) {sbatch} is below /tmp, which is separate on each node"
+    assert message in done.stderr
     assert not (sbatch / "calls").exists()
     assert submit("--nodes=1", "--dry-run", folder=sbatch, **away).returncode == 0
     assert submit("--nodes=1", folder=sbatch).returncode == 0, "all nodes are this machine"
