@@ -34,6 +34,7 @@ from hpcdist.comm.launch.environment import (
     launcher_options,
     python_path_variables,
 )
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
 
 _LAUNCH_PREFIX = "hpcdist-run-"
@@ -392,8 +393,9 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
     if newest:
         kind, folder = ("checkpoint", "checkpoints") if newest in checkpoints(run_dir) else ("file", "")
         where = f"the newest {kind} is {run_dir / folder / newest}"
-    typed = shlex.join(exit_file.resume_command(words, run_dir, script=script))
-    click.echo(f"hpcdist run: {where}; {'resume' if newest else 'start again'} with {typed}", err=True)
+    if not script or (run_dir / RECIPE_FILE).exists():  # other scripts do not read --resume
+        words = exit_file.resume_command(words, run_dir, script=script)
+    click.echo(f"hpcdist run: {where}; {'resume' if newest else 'start again'} with {shlex.join(words)}", err=True)
     if run_dir.is_dir():
         click.echo(f"hpcdist run: show the last operations: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
 

@@ -72,9 +72,6 @@ class ScriptMetrics:
             drain = _drain if isinstance(spans, Spans) else None
             _energy.append(EnergyRecorder(comm, recipe, None, directory, drain, monitor=phases.monitor()))
         self._energy = _energy[0]
-        if world.session.watchdog is not None:  # rows wait for the next call of `log` on rank 0
-            for channel in filter(None, (self._channel, self._energy.channel)):
-                world.session.watchdog.limit(channel.name, math.inf)
         self._traffic = comm.events = OperationTiming(comm.events)
         self._rows: list[LoggedRow] = []
         self._sent_s = time.monotonic()
@@ -319,6 +316,7 @@ def _say(text: str) -> None:
 
 _recorders: Final[list[ScriptMetrics]] = []  # of this process
 _energy: Final[list[EnergyRecorder]] = []  # of this process
+_last_step: Final[list[int]] = []  # the step that was last logged or saved in this process
 
 
 def _drain() -> np.ndarray:
@@ -360,6 +358,16 @@ def end() -> None:
         _recorders.pop().close()
 
 
+def note_step(step: int) -> None:
+    """Record that ``step`` was logged or saved. Local."""
+    _last_step[:] = [step]
+
+
+def last_step() -> int | None:
+    """Return the step that this process has logged or saved last, or None without such a step. Local."""
+    return next(iter(_last_step), None)
+
+
 def note_stop() -> None:
     """Record that the script stops because of a stop request, so that the run is not complete. Local."""
     for recorder in _recorders:
@@ -393,6 +401,7 @@ def log(
         _number("validation_loss", validation_loss),
         {name: _number(name, value) for name, value in figures.items()},
     )
+    note_step(row.step)
     _recorders[0].add(row)
 
 

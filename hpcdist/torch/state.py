@@ -326,6 +326,8 @@ def save(
         trees = collector.trees()
         pieces = collector.pieces_to_save()
         path = arrays.save_pieces(directory, pieces, trees, step=step, keep=keep, comm=where, background=background)
+    if step is not None:
+        metrics.note_step(int(step))
     if comm is None:
         metrics.settle()
     return path
@@ -358,6 +360,7 @@ def saved(path: str | Path, step: int) -> None:
     write the checkpoint, call it after all ranks have written, for example after a barrier. Without a run directory
     (`hpcdist run --out`), the call has no effect.
     """
+    metrics.note_step(int(step))
     folder = os.environ.get(RUN_DIR)
     if folder and communicator_of(None).rank == 0:
         atomic.save(Path(folder) / PROGRESS_FILE, json.dumps({"checkpoint": str(path), "step": int(step)}))

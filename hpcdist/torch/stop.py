@@ -1,6 +1,7 @@
 """Stop requests in a PyTorch script: end the loop early, save, and exit with the code that the scheduler needs."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch.distributed as dist
 
 from hpcdist.checkpoint.state import finish_saves
+from hpcdist.comm.launch.exit_file import announce_completion
 from hpcdist.comm.mpi.world import AnyComm, start_world
-from hpcdist.errors import MissingCapabilityError
+from hpcdist.errors import INTERRUPTED, MissingCapabilityError
 from hpcdist.torch import metrics
 from hpcdist.torch.activity import waiting
 from hpcdist.torch.state import saved
@@ -63,7 +65,15 @@ def leave(code: int) -> NoReturn:
     metrics.note_stop()
     if dist.is_initialized():
         dist.destroy_process_group()
-    start_world("cpu").exit(code)
+    world = start_world("cpu")
+    if world.rank == 0:
+        step = metrics.last_step()
+        after = "" if step is None else f" after step {step}"
+        reason = "Ctrl-C" if code == INTERRUPTED else "a stop request"
+        text = f"stopped{after} at {reason}; start the same command again to continue"
+        if not announce_completion(text):
+            print(f"hpcdist: {text}", file=sys.stderr, flush=True)
+    world.exit(code)
 
 
 def trainer_callback() -> Any:

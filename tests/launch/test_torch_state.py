@@ -173,6 +173,7 @@ hpcdist.torch.exit_if_stopped(lambda: print("saved after", len(steps), flush=Tru
 def test_signal_after_init_process_group_stops_the_first_iteration(launch):
     ended = launch(2, SIGNALLED)
     assert (ended.code, ended.stdout) == (75, "saved after 1\n" * 2), ended.output
+    assert ended.output.count("hpcdist: stopped at a stop request; start the same command again to continue") == 1
 
 
 OWN_FORMAT = """

@@ -78,6 +78,10 @@ class CommunicatorFamily(ABC):
         self._sink_cell = other._sink_cell
         self.checked = other.checked
 
+    def observe_nothing(self) -> None:
+        """Record no events of this communicator, nor of communicators derived from it later. Local."""
+        self._sink_cell = [NULL_SINK]
+
     def _recorded(
         self, op: str, function: Callable[..., Result], *arguments: Any, count: int = 0, peer: int = -1
     ) -> Result:

@@ -2,18 +2,23 @@
 
 import json
 import os
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from harness.marks import cases
 from hpcdist.cli.runs.inspect import hang as command
 from hpcdist.comm.record.flight_recorder import RankNote, RankRecord, RecordedEvent, Recorder
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.comm.transport import members, note_members
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry.hang import Finding, analyse, load
+from hpcdist.telemetry.metrics.row_channel import RowChannel
 
 NS = 1_000_000_000
 ELSEWHERE = "a host that is not this one"
@@ -339,6 +344,32 @@ def test_command_names_the_rank_and_exits_with_1(hung_run):
     assert result.exit_code == 1, result.output
     assert result.output.startswith("SKIPPED: rank 1 made barrier #1 on world, at ")
     assert "test_hang.py:" in result.output and "where rank 0 made allreduce #1 on world, 10 x float32" in result.output
+
+
+def test_rows_in_flight_are_no_wait(tmp_path):
+    """Rank 1 has not completed its requests of sent rows, and rank 0 waits for rank 1 in a barrier."""
+    is_analysed = threading.Event()
+
+    def body(comm):
+        recorder = comm.events = write(tmp_path, comm.rank)
+        channel = RowChannel(comm)
+        for number in range(3 * comm.rank):
+            channel.send(np.full(100_000, number))
+        comm.barrier()
+        messages = []
+        if comm.rank == 0:
+            messages += channel.arrived()
+            recorder.begin(comm.name, "barrier", "uint8", 0, 0, -1, 0)
+            findings = analyse(load(tmp_path), now_ns=time.time_ns() + 60 * NS).findings
+            is_analysed.set()
+        assert is_analysed.wait(60)
+        received = [rows[0] for _, rows in messages + channel.drain()]
+        recorder.close()
+        return received if comm.rank else (received, findings)
+
+    (received, findings), others = run_threads(2, body)
+    assert received == [0, 1, 2] and others == []
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("absent", (1,))]
 
 
 def test_command_as_json(hung_run):

@@ -99,6 +99,16 @@ def test_newest_checkpoint_and_hang_are_named_after_a_kill(tmp_path, capsys):
     assert f"'my recipe.toml' --out {tmp_path} --resume auto\n" in shown and f"hpcdist hang {tmp_path}\n" in shown
 
 
+def test_resume_command_of_a_script_has_the_option_only_with_a_recipe(tmp_path, capsys):
+    """Only a Training stores a recipe and reads the option."""
+    typed = ["hpcdist", "run", "--out", str(tmp_path), "--", "python", "train.py"]
+    run_command._print_resume_command(tmp_path, typed, script=True)
+    assert f"start again with hpcdist run --out {tmp_path} -- python train.py\n" in capsys.readouterr().err
+    (tmp_path / "recipe.toml").touch()
+    run_command._print_resume_command(tmp_path, typed, script=True)
+    assert f"hpcdist run --resume auto --out {tmp_path} -- python train.py\n" in capsys.readouterr().err
+
+
 def test_changed_number_of_steps_reports_the_new_learning_rate(text):
     def resume_text(comm):
         trainer = assemble_trainer(comm, text)
