@@ -74,7 +74,7 @@ class StageModules:
     def statistics(self) -> dict[str, "torch.Tensor"]:
         """Return {qualified name: buffer} of the running statistics of BatchNorm and InstanceNorm modules."""
         norms = self._inner(library().nn.modules.batchnorm._NormBase)
-        return {key: buffer for name, inner in norms.items() for key, buffer in inner.named_buffers(name)}
+        return {plain_name(key): buffer for name, inner in norms.items() for key, buffer in inner.named_buffers(name)}
 
     def synchronised(self) -> dict[str, "torch.nn.Module"]:
         """Return {qualified name: module} of the SyncBatchNorm modules. Raises UsageError for unsupported ones."""
@@ -85,7 +85,7 @@ class StageModules:
 
     def _inner(self, kind: "type[torch.nn.Module]") -> dict[str, "torch.nn.Module"]:
         inner_modules = (pair for prefix, module in self.modules for pair in module.named_modules(prefix=prefix))
-        return {plain_name(name): inner for name, inner in inner_modules if isinstance(inner, kind)}
+        return {name: inner for name, inner in inner_modules if isinstance(inner, kind)}
 
     def __str__(self) -> str:
         called = ((prefix, getattr(module, COMPILED, module)) for prefix, module in self.modules)
