@@ -314,17 +314,19 @@ class SizeSweep:
         """Time the algorithms for the buffer sizes ``nbytes`` in this order, with equal time per size. Collective."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
-            self._compare(size, self._candidates(size), share_s)
+            names = self._affordable(size, self._candidates(size), share_s)
+            if len(names) > 1:
+                self._compare(size, names, share_s)
 
     def measure_between(self) -> None:
         """Between adjacent sizes with different fastest algorithms, time both at a middle size. Collective."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):
-            middle = _halfway(low.nbytes, high.nbytes)
-            if middle > low.nbytes:
-                share_s = (self.budget_s - self._spent_s()) / (len(pairs) - index)
-                self._compare(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
+            middle, names = _halfway(low.nbytes, high.nbytes), list(dict.fromkeys([low.chosen, high.chosen, NATIVE]))
+            share_s = (self.budget_s - self._spent_s()) / (len(pairs) - index)
+            if middle > low.nbytes and self._affordable(middle, names, share_s) == names:
+                self._compare(middle, names, share_s)
 
     def rows(self) -> list[TuningRow]:
         """Return one `TuningRow` per measured buffer size, in ascending order. Local."""
@@ -346,22 +348,22 @@ class SizeSweep:
         winners = [row.chosen for row in self.rows()]
         return list(dict.fromkeys([NATIVE, *winners, *near]))
 
-    def _compare(self, nbytes: int, names: list[str], share_s: float) -> None:
+    def _affordable(self, nbytes: int, names: list[str], share_s: float) -> list[str]:
         affordable, cost_s = [], 0.0
         for name in names:
             cost_s += FEWEST_CALLS * self._expected_s(name, nbytes)
             if cost_s <= share_s or not self.measured:  # always measure at least one size
                 affordable.append(name)
-        if len(affordable) > 1:
-            part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
-            tournament = Tournament(
-                self.comm, self.everyone, {name: self._call(name, part) for name in affordable}, self.clock
-            )
-            first = not self.measured
-            self.measured[nbytes] = tournament.run(share_s, NATIVE)
-            if first:
-                self.budget_s += tournament.warming_s
-            self._latest |= {name: (nbytes, seconds) for name, seconds in self.measured[nbytes].items()}
+        return affordable
+
+    def _compare(self, nbytes: int, names: list[str], share_s: float) -> None:
+        part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
+        tournament = Tournament(self.comm, self.everyone, {name: self._call(name, part) for name in names}, self.clock)
+        first = not self.measured
+        self.measured[nbytes] = tournament.run(share_s, NATIVE)
+        if first:
+            self.budget_s += tournament.warming_s
+        self._latest |= {name: (nbytes, seconds) for name, seconds in self.measured[nbytes].items()}
 
     def _expected_s(self, name: str, nbytes: int) -> float:
         size, seconds = self._latest.get(name, (0, 0.0))

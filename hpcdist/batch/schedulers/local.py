@@ -36,20 +36,13 @@ _SUPERVISOR_SCRIPT: Final = r"""
 IFS= read -r folder || exit 1 # nobody has said where the job is kept: it was not submitted
 exec </dev/null
 export HPCDIST_JOB_ID=${folder##*/}
-terminated='' signalled=''
-trap 'signalled=yes terminated=yes' TERM
-trap 'signalled=yes' HUP INT USR1 USR2
+terminated=''
+trap terminated=yes TERM
+trap : HUP INT USR1 USR2
 exec 3>&- # whoever submits it waits for this: from now on it can be cancelled
 end() {
   printf '%s %s\n' "$1" "$(date +%s)" >"$folder/code.new" && mv "$folder/code.new" "$folder/code"
   exit "$1"
-}
-attend() {
-  while true; do
-    signalled='' code=0
-    wait "$1" || code=$?
-    [[ -n $signalled ]] || break
-  done
 }
 while [[ -z $terminated ]] && left=$(($1 - $(date +%s))) && ((left > 0)); do
   sleep $((left < 10 ? left : 10)) & # a signal before `wait` would be seen only when it ends
@@ -57,9 +50,8 @@ while [[ -z $terminated ]] && left=$(($1 - $(date +%s))) && ((left > 0)); do
 done
 [[ -z $terminated ]] || end 143
 : >"$folder/began"
-bash "$folder/script" &
-attend $!
-end "$code"
+bash "$folder/script" # in the foreground: a trap that interrupts `wait` can lose the exit code
+end $?
 """
 
 

@@ -12,7 +12,7 @@ import pytest
 from harness.marks import cases
 from hpcdist import collectives
 from hpcdist.collectives import autotune, tuning_cache
-from hpcdist.collectives.autotune import CostModel, Tournament, TuningRequest, choose, select, sizes
+from hpcdist.collectives.autotune import CostModel, SizeSweep, Tournament, TuningRequest, choose, select, sizes
 from hpcdist.collectives.cost_model import NODE, LinkParameters, MachineCosts, Topology
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
@@ -242,6 +242,24 @@ def test_budget_limits_slow_measurements():
     result = tune(2, max_bytes=1 << 20, clock=clock)[0]
     assert [row.nbytes for row in result.rows] == [1 << 20], "the largest size must always be measured"
     assert result.text == result.rows[0].chosen
+
+
+@pytest.mark.parametrize(("budget_s", "measured"), [(1.3, []), (60.0, [{"ring", "all_to_all", "native"}])])
+def test_middle_size_is_measured_with_all_its_candidates_or_not_at_all(budget_s, measured):
+    """The fastest algorithms of the two sizes take 0.1 s a call, and native takes 1 s."""
+
+    def body(comm):
+        model = CostModel(Topology((comm.size,)), MachineCosts({NODE: LinkParameters(0.0, 1e-9)}, 0.0), FLOAT)
+        sweep = SizeSweep(comm, comm, np.zeros(1024, np.float32), model, budget_s, lambda: 0.0)
+        sweep.measured = {
+            64: {"native": 1.0, "ring": 0.1, "all_to_all": 0.2},
+            4096: {"native": 1.0, "ring": 0.2, "all_to_all": 0.1},
+        }
+        sweep._latest = {"native": (4096, 1.0), "ring": (4096, 0.1), "all_to_all": (4096, 0.1)}
+        sweep.measure_between()
+        return [set(row.measured) for row in sweep.rows()[1:-1]]
+
+    assert run_threads(2, body) == [measured] * 2
 
 
 def test_cost_model_knows_widened_16_bit_messages():

@@ -53,6 +53,7 @@ attend() {
     [[ -n $signalled ]] || break
   done
   child=''
+  ((code >= 0)) || return 75 # bash lost the code of a command that ended at the time of the signal
   return "$code"
 }
 # shellcheck disable=SC2329 # called by the traps
