@@ -1,7 +1,7 @@
 """Checkpoints of `hpcdist.torch` compared with torch.distributed.checkpoint: the model and optimizer of a script.
 
     python -m benchmarks wrapped.checkpoints
-    python -m benchmarks wrapped.checkpoints --hidden 1024 --directory /lustre/scratch/me/test -o checkpoints.h5
+    python -m benchmarks wrapped.checkpoints --hidden 2048 --directory /lustre/scratch/me/test -o checkpoints.h5
 
 A GPT and its AdamW state, under DDP and FSDP2, are saved and loaded in turns over the backend hpcdist, with one thread
 per rank. Both contenders call fsync for each file, and both save and load the complete state dicts of the model and the
@@ -37,12 +37,12 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import format_bytes
 
-SCHEMA, RANKS = "hpcdist-benchmark-wrapped-checkpoints", 2
-NO_CHECK = "no result is committed"
+SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-wrapped-checkpoints", 2, "wrapped/2026-11-30-checkpoints-2-ranks.h5"
+SMALL, WORSE = {"rounds": 3}, 2.0  # a disk varies
 STYLES: Final = ("ddp", "fsdp2")
 FIGURES: Final = ("save", "load", "load from disk")
 WAYS: Final = ("hpcdist", "PyTorch")
-LARGE: Final = {"layers": 8, "hidden": 512, "heads": 8, "context": 64}
+LARGE: Final = {"layers": 8, "hidden": 1024, "heads": 8, "context": 64}
 OPTIONS: Final = {**SIZES, **LARGE, "rounds": 10, "styles": STYLES, "directory": ""}
 Contender = tuple[Callable[[Path], object], Callable[[Path], object]]  # save in an empty folder, load in place
 

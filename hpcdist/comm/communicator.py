@@ -142,13 +142,19 @@ class Communicator(CommunicatorFamily):
             checks.compare_native(self, "broadcast", buffer, extra=f"from rank {root}")
         self._in_place("broadcast", buffer, self._broadcast, root, peer=root)
 
-    def allreduce(self, buffer: Array, op: str = "sum") -> None:
-        """Reduce ``buffer`` in place with the algorithm of the transport (such as MPI). Not for 16-bit floats."""
+    def allreduce(self, buffer: Array, op: str = "sum", *, record: bool = True) -> None:
+        """Reduce ``buffer`` in place with the algorithm of the transport (such as MPI). Not for 16-bit floats.
+
+        ``record``: False if the caller records the operation; plain arrays are then not recorded here.
+        """
         if self._checked:
             checks.compare_native(self, "allreduce", buffer, op)
         if op not in REDUCTIONS or not is_plain(buffer):  # for a few bytes the hand-over costs as much as the reduction
             check_reduction(buffer, op)
             self._in_place("allreduce", buffer, self._allreduce, op)
+            return
+        if not record:
+            self._allreduce(buffer, op)
             return
         events = self._sink_cell[0]  # not through `_begin`: for 8 bytes each extra call is measurable
         token = events.begin(self.name, "allreduce", name_of(buffer.dtype), buffer.size, UNKNOWN_BYTES, -1, 0)

@@ -233,6 +233,7 @@ class DatasetMaker:
         self._types: dict[Any, h5t.TypeID] = {}
         self._spaces: dict[tuple[int, ...], h5s.SpaceID] = {}
         self._boxes: dict[tuple[tuple[int, ...], Box], h5s.SpaceID] = {}  # many tensors have the same shape and region
+        self._plans: dict[tuple[np.dtype, bytes], h5p.PropDCID] = {}  # of virtual datasets, by fill value
         self._text = h5py.string_dtype()
         self._text_type = h5t.py_create(self._text, logical=True)
         self._text_in_memory = h5t.py_create(self._text)
@@ -262,14 +263,20 @@ class DatasetMaker:
 
         ``regions``: tuples (box, source file, source dataset, source shape, source box). ``attributes``: for HDF5.
         """
-        plan = h5p.create(h5p.DATASET_CREATE)
-        plan.set_layout(h5d.VIRTUAL)
+        plan = self._virtual(fill).copy()
         for box, file, dataset, source_shape, source_box in regions:
             here, there = self._boxed(shape, box), self._boxed(source_shape, source_box)
             plan.set_virtual(here, file.encode(), dataset.encode(), there)
-        plan.set_fill_value(fill)
         created = h5d.create(self._file.id, name.encode(), self._type(dtype), self._space(shape), plan, self._links)
         self._describe(created, attributes)
+
+    def _virtual(self, fill: np.ndarray) -> h5p.PropDCID:
+        key = fill.dtype, fill.tobytes()
+        if key not in self._plans:
+            plan = self._plans[key] = h5p.create(h5p.DATASET_CREATE)
+            plan.set_layout(h5d.VIRTUAL)
+            plan.set_fill_value(fill)
+        return self._plans[key]
 
     def _type(self, dtype: np.dtype) -> h5t.TypeID:
         if dtype not in self._types:

@@ -4,6 +4,7 @@ If a file is missing, HDF5 silently shows the fill value: NaN for floats, the mi
 unsigned integers.
 """
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     # The range is the tail of a row of dim 0, whole rows, and the head of a row. Tail and head are ranges of an array
     # with one dim less; the whole rows are one box. `inner` is the number of elements per row.
-    inner = int(np.prod(extent[1:], dtype=object))
+    inner = math.prod(extent[1:])
     first, last = start // inner, stop // inner
     if start % inner:
         end = min(stop - first * inner, inner)
@@ -83,7 +84,7 @@ def write(
                         file[name] = h5py.ExternalLink(dataset.parts[0].file, dataset.parts[0].dataset)
                         continue
                     regions = (region for part in dataset.parts for region in _regions(part))
-                    dtype, fill = storable(np.empty(0, dataset.dtype)).dtype, _fill_value(dataset.dtype)
+                    dtype, fill = _stored(dataset.dtype)
                     maker.virtual(name, dataset.shape, dtype, regions, fill, dataset.attributes)
             overlay.commit(wait=False)
             overlay.fsync()
@@ -92,11 +93,14 @@ def write(
         raise StorageError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _fill_value(dtype: np.dtype) -> np.ndarray:
+@functools.cache
+def _stored(dtype: np.dtype) -> tuple[np.dtype, np.ndarray]:
+    # Dtype in the file, and fill value.
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
-        return np.array([bounds.min or bounds.max], dtype)
-    return storable(np.array([np.nan]).astype(dtype))
+        return storable(np.empty(0, dtype)).dtype, np.array([bounds.min or bounds.max], dtype)
+    fill = storable(np.array([np.nan]).astype(dtype))
+    return fill.dtype, fill
 
 
 def _regions(part: VirtualSource) -> Iterator[Region]:

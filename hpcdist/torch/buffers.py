@@ -27,13 +27,14 @@ class Buffer:
     def __init__(self, tensor: torch.Tensor, copy: bool = False) -> None:
         self._tensor = tensor
         self._copy: torch.Tensor | None = None
-        if tensor.layout is not torch.strided or tensor.is_quantized or not (tensor.is_cpu or tensor.is_cuda):
+        is_cpu = tensor.is_cpu
+        if tensor.layout is not torch.strided or tensor.is_quantized or not (is_cpu or tensor.is_cuda):
             check_memory(tensor)  # raises
         plain = contiguous(tensor, copy=copy)
         if plain is not tensor:
             tensor = self._copy = plain
-        if tensor.is_cpu:
-            self.array = array_of(tensor)
+        if is_cpu:
+            self.array = flat_array(tensor)
 
     def __getattr__(self, name: str) -> Array:
         # The array of a GPU tensor is created by the thread that runs the operation, on the operation's stream.

@@ -11,6 +11,7 @@ in rank order. Their cost for n bytes on p ranks is
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -151,8 +152,8 @@ def _allreduce(comm: Communicator, array: Array, how: Reduction, algorithm: str)
         if how.op:
             scale = 1.0 / comm.size if how.average and array.dtype.kind not in "iu" else 1.0
             chosen = algorithm_for(comm, array) if algorithm == "auto" else algorithm
-            if scale == 1.0 < comm.size and array.nbytes <= SMALL_BYTES and _is_native(chosen, array):
-                comm.allreduce(array, how.op)  # for a few bytes, `dispatch` takes as long as the reduction
+            if scale == 1.0 < comm.size and _is_small_native(chosen, array.nbytes) and is_plain(array):
+                comm.allreduce(array, how.op, record=False)  # recorded as PyTorch's operation; `dispatch` is slow
             else:
                 dispatch.allreduce(comm, array, chosen, how.op, scale=scale)
         else:
@@ -160,8 +161,9 @@ def _allreduce(comm: Communicator, array: Array, how: Reduction, algorithm: str)
         divide_integers(array, how, comm.size)
 
 
-def _is_native(algorithm: str, array: Array) -> bool:
-    return is_plain(array) and dispatch.parse_algorithm(algorithm).at(array.nbytes) == NATIVE
+@lru_cache
+def _is_small_native(algorithm: str, nbytes: int) -> bool:
+    return nbytes <= SMALL_BYTES and dispatch.parse_algorithm(algorithm).at(nbytes) == NATIVE
 
 
 def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:

@@ -113,7 +113,7 @@ class Group(_ProcessGroup):
         timeout, blocks = getattr(opts, "timeout", NO_TIMEOUT), not is_asynchronous(opts)  # negative if not set
         if blocks and gpu_streams is None and timeout <= NO_TIMEOUT:
             self._queue.run(name, size, run, site)
-            return self._entered(self._finished)
+            return self._finished if self._batch is None else self._entered(self._finished)
         work = CollectiveWork(self._queue, run, result, site, gpu_streams, name, size)
         work.timeout = max(timeout, NO_TIMEOUT)
         self._queue.start(work, wake=not blocks or timeout > NO_TIMEOUT)
@@ -129,18 +129,17 @@ class Group(_ProcessGroup):
         opts: Any,
         name: str = "",
     ) -> Work:
-
-        def run_all() -> None:
-            for values in arguments:
-                call(self.comm, *values)
-
-        run = partial(call, self.comm, *arguments[0]) if len(arguments) == 1 else run_all
+        run = partial(call, self.comm, *arguments[0]) if len(arguments) == 1 else partial(self._call, call, arguments)
         gpu_streams = self._streams_for(devices_of(arguments)) if streams.HAS_GPU else None
         size = NO_SIZE
         if result and (call in ONE_SIZE or call is calls.reduce_scatter):
-            count = sum([tensor.numel() for tensor in result])
+            count = result[0].numel() if len(result) == 1 else sum([tensor.numel() for tensor in result])
             size = dtype_name(result[0].dtype), count if call in ONE_SIZE else count * self.comm.size
         return self._run(name or _NAMES.get(call) or call.__name__, run, result, opts, gpu_streams, size)
+
+    def _call(self, call: Callable[..., None], arguments: Sequence[Any]) -> None:
+        for values in arguments:
+            call(self.comm, *values)
 
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
         if len(devices) > 1:

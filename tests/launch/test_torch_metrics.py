@@ -136,6 +136,7 @@ def test_logged_steps_are_averaged_over_ranks_and_shown_by_all_readers(tmp_path)
         assert last.ended_ns is not None, "the event began in another sink than it ended"
 
 
+@pytest.mark.full
 def test_logged_steps_of_a_resumed_script_replace_those_after_the_checkpoint(tmp_path):
     run_script(tmp_path, "rank 0", "1", "12")
     folder = run_script(tmp_path, "rank 0", "9", "15")

@@ -122,7 +122,7 @@ def flat_array(tensor: "torch.Tensor") -> Array:
     # Not `tensor.numpy()`: PyTorch then forbids resizing the storage, which FSDP needs to free parameters.
     block = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     block.tensor = tensor  # type: ignore[attr-defined]  # keeps the memory alive as long as the array
-    return np.ndarray(tensor.nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
+    return np.frombuffer(block, dtype)  # type: ignore[call-overload]
 
 
 def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
