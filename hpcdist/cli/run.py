@@ -298,6 +298,11 @@ def _check(command: tuple[str, ...], energy: bool) -> bool:
     measured = [("bench", "collectives"), ("bench", "step")]
     measured += [("plan", "calibrate"), ("plan", "--calibrate")]
     script = command[0] not in COMMANDS and (command[0] in _OUR_PYTHON or shutil.which(command[0]) is not None)
+    if command[0].startswith("-"):
+        raise click.UsageError(
+            f"`hpcdist run` has no option {command[0]}; options of a training follow its command, as in hpcdist run "
+            "-n 2 train --out DIR; `hpcdist run --help` lists the options of run"
+        )
     if not script and command[0] not in rank_commands.split(", ") and command[:2] not in measured:
         raise click.UsageError(
             f"{command[0]!r} is neither a program nor a command to run on ranks; such commands are: {rank_commands}, "

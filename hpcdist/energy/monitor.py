@@ -249,10 +249,15 @@ class EnergyMonitor:
             self._synchronise()
             return
         self._windows.enter(phase, *self._look())
+        is_left = True
         try:
             yield
+        except GeneratorExit:  # the interpreter ends inside the block
+            is_left = False
+            raise
         finally:
-            self._windows.leave(*self._look())
+            if is_left:
+                self._windows.leave(*self._look())
 
     def _look(self) -> tuple[int, list[int | None]]:
         self._synchronise()

@@ -115,7 +115,7 @@ class Group(_ProcessGroup):
             self._queue.run(name, size, run, site)
             return self._finished if self._batch is None else self._entered(self._finished)
         work = CollectiveWork(self._queue, run, result, site, gpu_streams, name, size)
-        work.timeout = max(timeout, NO_TIMEOUT)
+        work.default_timeout = max(timeout, NO_TIMEOUT)
         self._queue.start(work, wake=not blocks or timeout > NO_TIMEOUT)
         if blocks:
             work.wait()  # the host waits until the operation is enqueued; the current CUDA stream, until it ends

@@ -166,7 +166,7 @@ class CollectiveWork(Work):
     ) -> None:
         super().__init__(result, streams)
         self.name, self.size = name, size
-        self.timeout = NO_TIMEOUT  # for `wait` without a timeout
+        self.default_timeout = NO_TIMEOUT  # of `wait`; newer versions of PyTorch have a read-only attribute `timeout`
         self._queue = queue
         if streams is not None:
             self._start_event = streams.mark()
@@ -197,7 +197,7 @@ class CollectiveWork(Work):
                     queue.watch(self.end_event)
 
     def _complete(self, timeout: timedelta) -> None:
-        self._queue.complete(self, timeout or self.timeout)
+        self._queue.complete(self, timeout or self.default_timeout)
 
     def _let_end(self) -> None:
         if not self._queue.has_thread:

@@ -15,7 +15,7 @@ from hpcdist.energy.sources.nvml import cuda_visible
 from hpcdist.energy.sources.utilisation import RankProcess
 from hpcdist.errors import MissingCapabilityError
 
-NO_GPU: Final = f"the job computes on the CPU, and {VISIBLE_GPUS} names no GPU"
+NO_GPU: Final = f"the job computes on the CPU ({VISIBLE_GPUS} is not set or names no GPU)"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES
 from hpcdist.telemetry.page.run_data import RunData
 
 MIB: Final = 2.0**20
-NO_MEMORY: Final = "the run stored no memory by category: an earlier version, or it ended too early"
+NO_MEMORY: Final = "the run stored no memory by category: a script's arrays are not counted, or the run ended too early"
 NO_BYTES: Final = (
     "no bytes were counted in messages: one rank sends nothing, shared memory of a node needs none, and traffic of "
     "the MPI library's own collectives is not visible; see Moved a step"
