@@ -370,6 +370,11 @@ class WrappedOptimizer(ABC):
         self._inner, self.parts, self.slots = inner, inner.parts, inner.slots
 
     @property
+    def inner(self) -> SegmentWise:
+        """The wrapped optimizer."""
+        return self._inner
+
+    @property
     def count(self) -> int:
         return self._inner.count
 

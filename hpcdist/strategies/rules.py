@@ -170,6 +170,21 @@ RULES: Final = (
         "use at least 2 data ranks, or set one of the two keys to 0 or false",
     ),
     rule("optimizer.ema_decay with own steps", "replicas differ, so no rank has the parameters to average", LOCK_STEP),
+    # Muon
+    rule(
+        "parallel.strategy=parameter_server with optimizer.name=muon",
+        "servers own parts of matrices, but muon updates whole matrices",
+        "choose allreduce, zero1, zero2 or zero3, or another optimizer",
+    ),
+    rule(
+        "decentralised.order=combine_first->adapt_first with optimizer.name=muon where parallel.strategy=gossip", UNBUILT
+    ),
+    *each_of(
+        "*!=none with optimizer.name=muon",
+        "offloaded state is updated in blocks, but muon updates whole matrices",
+        *OFFLOADED,
+        cure="set it to 'none', or choose another optimizer",
+    ),
     # ZeRO
     *each_of(
         "zero.* with parallel.pipeline>1", UNBUILT, "offload_optimizer", "offload_parameters", "shared_parameters"
