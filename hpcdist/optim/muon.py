@@ -56,11 +56,17 @@ def orthogonalise(matrix: Array) -> None:
         matrix += product
 
 
-def matrices_of(values: Array, spec: TensorSpec) -> Array:  # (matrices, rows, columns)
-    """Return ``values``, the elements of a tensor with the properties of ``spec``, as a stack of matrices."""
+def sides(spec: TensorSpec, shape: Sequence[int]) -> tuple[int, int]:
+    """Return (rows, columns) of the matrices in a tensor of ``shape`` with the properties of ``spec``."""
     if spec.stacked > 1 or spec.expert:
-        return values.reshape(-1, *values.shape[-2:])
-    return values.reshape(1, len(values), -1)
+        return shape[-2], shape[-1]
+    return shape[0], math.prod(shape[1:])
+
+
+def unsharded_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of the tensor of ``spec`` without its division over tensor ranks."""
+    # Experts stay divided over expert ranks, because each expert has a matrix of its own.
+    return tuple(spec.whole[dim] if spec.whole and dim == spec.cut else size for dim, size in enumerate(spec.shape))
 
 
 def muon_tensors(config: OptimizerConfig, layout: Layout) -> frozenset[str]:
@@ -96,17 +102,17 @@ class Muon(AdamW):
         self.matrices = muon_tensors(self.config, self.layout)
         self.orthogonal: dict[str, Array] = {}  # {tensor name: this rank's shard of its direction}, until `apply`
 
-    def momentum(self, segment: Segment, gradient: FlatStore) -> Array:
-        """Update the velocity of the tensor ``segment``. Return the direction U as a flat array of master dtype.
+    def momentum(self, where: Range, gradient: FlatStore) -> Array:
+        """Update the velocity in the flat range ``where``. Return the direction U as a flat array of master dtype.
 
         The array may be the memory of ``gradient``.
         """
-        values = gradient.range(segment.range)
+        values = gradient.range(where)
         if gradient.dtype != self.dtype:
             wide = backend.empty(values.size, self.dtype, "gpu" if is_device(values) else "cpu")
             kernels.widen(values, wide)
             values = wide
-        velocity, options = self.slots["m"].range(segment.range), {"momentum": self.config.momentum, "decay": 0.0}
+        velocity, options = self.slots["m"].range(where), {"momentum": self.config.momentum, "decay": 0.0}
         kernels.momentum_direction(values, values, velocity, scale=self._scale, nesterov=True, **options)
         return values
 
@@ -115,14 +121,13 @@ class Muon(AdamW):
             if segment is None:
                 super()._apply(run, master, direction, working, norms)
             else:
-                self._update_matrices(segment, master, direction, working)
+                self._update_matrices(segment, run, master, direction, working)
 
     def _runs(self, piece: Range) -> Iterator[tuple[Segment | None, Range]]:
         # Tensors of Muon one by one, and between them ranges of tensors of AdamW.
         start = piece.start
         for segment, where in self.layout.within(piece):
             if segment.key in self.matrices:
-                assert where == segment.range, f"{piece} cuts the matrix {segment.key}"
                 if start < where.start:
                     yield None, Range(start, where.start)
                 yield segment, where
@@ -130,40 +135,32 @@ class Muon(AdamW):
         if start < piece.stop:
             yield None, Range(start, piece.stop)
 
-    def _update_matrices(self, segment: Segment, master: FlatStore, gradient: FlatStore, working: Copy) -> None:
-        spec, where, shape = segment.spec, segment.range, unsharded_shape(segment.spec)
+    def _update_matrices(
+        self, segment: Segment, where: Range, master: FlatStore, gradient: FlatStore, working: Copy
+    ) -> None:
+        spec, local_sides = segment.spec, sides(segment.spec, segment.spec.shape)
+        cuts_matrix = (where.start - segment.range.start) % math.prod(local_sides) or where.size % math.prod(local_sides)
+        assert not cuts_matrix, f"{where} cuts a matrix of {segment.key}"
         step = self.orthogonal.pop(segment.key, None)
         if step is None:
-            step = self.momentum(segment, gradient)
-            for matrix in matrices_of(step.reshape(spec.shape), spec):
+            step = self.momentum(where, gradient)
+            for matrix in step.reshape(-1, *local_sides):
                 orthogonalise(matrix)
-        rate, decay = self.learning_rate, self._all_tensors(where) if is_device(step) else self._decay(spec)
+        rate, on_device = self.learning_rate, is_device(step)
         fused.sgd(
             master.range(where),
             step,
-            scale=SCALE * math.sqrt(max(_sides(spec, shape))),
-            rate=rate if is_device(step) else rate * self._rate_factor(spec),
-            decay=decay,
+            scale=SCALE * math.sqrt(max(sides(spec, unsharded_shape(spec)))),
+            rate=rate if on_device else rate * self._rate_factor(spec),
+            decay=self._all_tensors(where) if on_device else self._decay(spec),
             working=None if working is None else working.range(where),
         )
-
-
-def unsharded_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of the tensor of ``spec`` without its division over tensor ranks."""
-    # Experts stay divided over expert ranks, because each expert has a matrix of its own.
-    return tuple(spec.whole[dim] if spec.whole and dim == spec.cut else size for dim, size in enumerate(spec.shape))
-
-
-def _sides(spec: TensorSpec, shape: Sequence[int]) -> tuple[int, int]:
-    if spec.stacked > 1 or spec.expert:
-        return shape[-2], shape[-1]
-    return shape[0], math.prod(shape[1:])
 
 
 def work(spec: TensorSpec) -> float:
     """Return the estimated floating-point operations of Muon's update of a tensor, without its division over ranks."""
     shape = unsharded_shape(spec)
-    shorter, longer = sorted(_sides(spec, shape))
+    shorter, longer = sorted(sides(spec, shape))
     return math.prod(shape) * (ELEMENTWISE_WORK + 20 * shorter + 10 * shorter**2 / max(1, longer))
 
 

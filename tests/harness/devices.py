@@ -201,7 +201,6 @@ OPTIMIZERS = {
     "adamw": OptimizerConfig(name="adamw", weight_decay=0.1),
     "lars": OptimizerConfig(name="lars", momentum=0.9, weight_decay=0.01),
     "lamb": OptimizerConfig(name="lamb", weight_decay=0.1),
-    "muon": OptimizerConfig(name="muon", weight_decay=0.1),
     "lamb, not corrected": OptimizerConfig(name="lamb", bias_correction=False, trust_ratio_max=0.5),
 }
 UPDATES = 5

@@ -21,7 +21,7 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.optim import exact, norms
 from hpcdist.optim.base import WrappedOptimizer
 from hpcdist.optim.master_weights import MasterWeights
-from hpcdist.optim.muon import Muon, matrices_of, orthogonalise, unsharded_shape, work
+from hpcdist.optim.muon import Muon, orthogonalise, sides, unsharded_shape, work
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.core.operations import Kind, Operation
 
@@ -84,7 +84,7 @@ def orthogonalise_shards(muon: Muon, parts: Sequence[Range], gradients: FlatStor
     segments.sort(key=lambda segment: -work(segment.spec))  # so that the tensors of a round take similar times
     for first in range(0, len(segments), tensor.size):
         of_round = segments[first : first + tensor.size]  # one tensor per rank
-        shards = [muon.momentum(segment, gradients) for segment in of_round]
+        shards = [muon.momentum(segment.range, gradients) for segment in of_round]
         xp = namespace(shards[0])
         sent = xp.concatenate(shards)
         of_owners = consecutive([shard.size for shard in shards] + [0] * (tensor.size - len(shards)))
@@ -96,7 +96,7 @@ def orthogonalise_shards(muon: Muon, parts: Sequence[Range], gradients: FlatStor
             spec = of_round[tensor.rank].spec
             pieces = [received[part.slice].reshape(shape) for part, shape in zip(of_ranks, shapes, strict=True)]
             whole = xp.concatenate(pieces, axis=spec.cut)
-            for matrix in matrices_of(whole, spec):
+            for matrix in whole.reshape(-1, *sides(spec, whole.shape)):
                 orthogonalise(matrix)
             start = 0
             for piece in pieces:
