@@ -18,7 +18,7 @@ from typing import Any, Final
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout, Segment, TensorSpec
-from hpcdist.arrays.ranges import Range, align_up, cut, split
+from hpcdist.arrays.ranges import Range, align_up, cut, gaps, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import fused, kernels
@@ -92,15 +92,21 @@ def muon_tensors(config: OptimizerConfig, layout: Layout) -> frozenset[str]:
 
 
 class Muon(AdamW):
-    """Muon for hidden matrices and AdamW for all other tensors. The slot "m" holds velocities or first moments."""
+    """Muon for hidden matrices and AdamW for all other tensors. Matrices have a velocity "m", and no second moment "v"."""
 
     # Each range of an update contains whole matrices. Matrices that tensor ranks share are the exception: the caller
     # orthogonalises the result of `momentum`, and stores this rank's shards in `orthogonal`.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.matrices = muon_tensors(self.config, self.layout)
+    def __init__(self, config: OptimizerConfig, layout: Layout, *args: Any, **options: Any) -> None:
+        self.matrices = muon_tensors(config, layout)
         self.orthogonal: dict[str, Array] = {}  # {tensor name: this rank's shard of its direction}, until `apply`
+        super().__init__(config, layout, *args, **options)
+
+    def _ranges_of(self, slot: str) -> Sequence[Range]:
+        if slot != "v":
+            return self.parts
+        matrices = [segment.range for segment in self.layout.segments if segment.key in self.matrices]
+        return [between for part in self.parts for between in gaps(part, filter(part.intersect, matrices))]
 
     def momentum(self, where: Range, gradient: FlatStore) -> Array:
         """Update the velocity in the flat range ``where``. Return the direction U as a flat array of master dtype.
