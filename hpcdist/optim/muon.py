@@ -43,15 +43,17 @@ def orthogonalise(matrix: Array) -> None:
     xp, (a, b, c) = namespace(matrix), COEFFICIENTS
     matrix /= xp.maximum(xp.sqrt(xp.square(matrix).sum()), matrix.dtype.type(SMALLEST_NORM))
     gram, polynomial = (xp.empty((min(rows, columns),) * 2, matrix.dtype) for _ in range(2))
-    product = xp.empty_like(matrix)
+    product = xp.empty(matrix.shape, matrix.dtype)
     for _ in range(ITERATIONS):
         # X <- a X + (b A + c A^2) X with A = X X^T. For a tall X: X <- a X + X (b A + c A^2) with A = X^T X.
-        backend.matmul(*((matrix, matrix.T) if rows <= columns else (matrix.T, matrix)), out=gram)
-        backend.matmul(gram, gram, out=polynomial)
+        gram_factors = (matrix, matrix.T) if rows <= columns else (matrix.T, matrix)
+        backend.matmul(gram_factors[0], gram_factors[1], gram)
+        backend.matmul(gram, gram, polynomial)
         polynomial *= c
         gram *= b
         polynomial += gram
-        backend.matmul(*((polynomial, matrix) if rows <= columns else (matrix, polynomial)), out=product)
+        factors = (polynomial, matrix) if rows <= columns else (matrix, polynomial)
+        backend.matmul(factors[0], factors[1], product)
         matrix *= a
         matrix += product
 
@@ -92,7 +94,7 @@ def muon_tensors(config: OptimizerConfig, layout: Layout) -> frozenset[str]:
 
 
 class Muon(AdamW):
-    """Muon for hidden matrices and AdamW for all other tensors. Matrices have a velocity "m", and no second moment "v"."""
+    """Muon for hidden matrices, which have a velocity "m" and no second moment "v", and AdamW for other tensors."""
 
     # Each range of an update contains whole matrices. Matrices that tensor ranks share are the exception: the caller
     # orthogonalises the result of `momentum`, and stores this rank's shards in `orthogonal`.
@@ -145,8 +147,8 @@ class Muon(AdamW):
         self, segment: Segment, where: Range, master: FlatStore, gradient: FlatStore, working: Copy
     ) -> None:
         spec, local_sides = segment.spec, sides(segment.spec, segment.spec.shape)
-        cuts_matrix = (where.start - segment.range.start) % math.prod(local_sides) or where.size % math.prod(local_sides)
-        assert not cuts_matrix, f"{where} cuts a matrix of {segment.key}"
+        offsets = where.shift(-segment.range.start)
+        assert not any(at % math.prod(local_sides) for at in (offsets.start, offsets.stop)), f"{where} cuts a matrix"
         step = self.orthogonal.pop(segment.key, None)
         if step is None:
             step = self.momentum(where, gradient)

@@ -29,7 +29,6 @@ from hpcdist.optim.base import Decay, ElementWise, LayerWise, SegmentWise, Wrapp
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.muon import Muon
 
-
 _LARGEST: Final = 1e30
 
 

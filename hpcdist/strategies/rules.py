@@ -177,7 +177,8 @@ RULES: Final = (
         "choose allreduce, zero1, zero2 or zero3, or another optimizer",
     ),
     rule(
-        "decentralised.order=combine_first->adapt_first with optimizer.name=muon where parallel.strategy=gossip", UNBUILT
+        "decentralised.order=combine_first->adapt_first with optimizer.name=muon where parallel.strategy=gossip",
+        UNBUILT,
     ),
     *each_of(
         "*!=none with optimizer.name=muon",
