@@ -11,7 +11,7 @@ from hpcdist.reporting.rules import no_effect, rule
 from hpcdist.reporting.schema import check_section, key
 
 Name = Literal["adamw", "sgd", "lars", "lamb", "muon"]
-Decay = Literal["cosine", "polynomial", "constant"]
+Decay = Literal["cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
 TRUST_RATIO: Final = ("trust_ratio_min", "trust_ratio_max")
 # Options that only some optimizers read.
@@ -98,6 +98,9 @@ class OptimizerConfig:
     warmup_steps: float = key(50, "Number of updates in which the learning rate rises linearly.", ge=0)
     warmup_samples: int = key(0, "Length of the warm-up in samples; replaces warmup_steps. 0: not used.", ge=0)
     decay: Decay = key("cosine", "Shape of the learning rate decay after the warm-up.", choices=get_args(Decay))
+    decay_steps: int = key(
+        0, "Length of the decay, at the end of the run. Before it, the rate is constant. 0: all steps.", ge=0
+    )
     final_fraction: float = key(0.1, "Learning rate at the last step, as a fraction of the peak.", ge=0, le=1)
     power: float = key(1.0, "Exponent of the polynomial decay.", gt=0)
     ema_decay: float = key(
@@ -123,7 +126,10 @@ class OptimizerConfig:
 
 _BOTH: Final = "set both (scaling 'linear' for sgd and lars, 'sqrt' for adamw, lamb and muon), or 'none' and 0"
 RULES: Final = (
-    rule("optimizer.nesterov with optimizer.name!=sgd", "this option is defined for sgd only, and muon always uses Nesterov momentum"),
+    rule(
+        "optimizer.nesterov with optimizer.name!=sgd",
+        "Nesterov momentum is an option of sgd only (muon always uses it)",
+    ),
     rule("optimizer.nesterov with optimizer.momentum=0", "Nesterov momentum needs a momentum above 0"),
     *(
         no_effect(f"optimizer.{name}", getattr(OptimizerConfig, name), "optimizer.name", names)
@@ -135,6 +141,7 @@ RULES: Final = (
         "lower trust_ratio_min, or set trust_ratio_max to 0 for no upper bound",
         relation=lambda most, least: most <= least,
     ),
+    no_effect("optimizer.decay_steps", 0, "optimizer.decay", ("cosine", "polynomial", "1-sqrt")),
     rule("optimizer.scaling with optimizer.base_batch=0", "scaling needs the batch size of the learning rate", _BOTH),
     rule("optimizer.base_batch with optimizer.scaling=none", "base_batch is used for scaling only", _BOTH),
     rule(
