@@ -48,6 +48,11 @@ class FlatStore:
         start = self._offset(elements)
         return self.array[start : start + elements.size]
 
+    def holds(self, elements: Range) -> bool:
+        """Return True if this store holds the whole range ``elements`` of the model's flat array."""
+        index = bisect_right(self._starts, elements.start) - 1
+        return index >= 0 and elements.stop <= self.parts[index].stop
+
     def _offset(self, elements: Range) -> int:
         index = bisect_right(self._starts, elements.start) - 1
         assert index >= 0 and elements.stop <= self.parts[index].stop, f"{elements} is not inside one of {self.parts}"

@@ -158,19 +158,27 @@ def evaluate(run_dir: Path, trust: bool, averaged: bool, as_json: bool) -> None:
 
 @click.command()
 @existing_run_argument
-@click.option("--prompt", default="def ", help="Text to continue.")
+@click.option(
+    "--prompt", "prompts", multiple=True, default=["def "], help="Text to continue. Several: one text for each."
+)
 @click.option("--tokens", default=400, type=COUNT, help="Number of bytes to generate.")
 @click.option("--temperature", default=0.8, type=click.FloatRange(min=0.0), help="Sampling temperature; 0: greedy.")
 @click.option("--top-k", default=0, type=click.IntRange(min=0), help="Sample only from the k likeliest bytes; 0: all.")
+@click.option(
+    "--top-p",
+    default=1.0,
+    type=click.FloatRange(min=0.0, max=1.0, min_open=True),
+    help="Sample only from the likeliest bytes whose probabilities sum to p; 1: all.",
+)
+@click.option("--stop", "stops", multiple=True, help="End before this text. May be repeated.")
 @click.option("--seed", default=0, type=click.IntRange(min=0), help="Random seed.")
 @averaged_option
-def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, averaged: bool) -> None:
+def sample(run_dir: Path, prompts: tuple[str, ...], tokens: int, **options: Any) -> None:
     """Generate text with the model in RUN_DIR. The model must be a GPT trained on bytes (model.vocabulary = 256)."""
     from hpcdist.training import inference
 
     try:
-        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "averaged": averaged}
-        for part in inference.sample(run_dir, prompt, tokens, **options):
+        for part in inference.sample(run_dir, prompts, tokens, **options):
             sys.stdout.write(part)
             sys.stdout.flush()
     except BrokenPipeError:

@@ -61,14 +61,16 @@ class SegmentWise(ABC):
         self.dtype = np.dtype(dtype)
         self.count = 0
         self._factor = self._scale = 1.0
+        self._groups = grouped(config, layout)
         make = make_slot or (
-            lambda name: FlatStore(layout, self.dtype, parts, on=on, category="optimizer", ledger=ledger)
+            lambda name: FlatStore(
+                layout, self.dtype, self._ranges_of(name), on=on, category="optimizer", ledger=ledger
+            )
         )
         averages = (AVERAGE,) if config.ema_decay else ()
         self.slots = {name: make(name) for name in (*self._slots_of(config), *averages)}
         self._total_steps = total_steps
         self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
-        self._groups = grouped(config, layout)
         self._options = self._options_on_gpu() if on == "gpu" else None
         self._norms: Norms | GpuNorms | ExactNorms = Norms(len(layout.segments))
         if self._options is not None and self.needs_norms:
@@ -76,6 +78,10 @@ class SegmentWise(ABC):
 
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names
+
+    def _ranges_of(self, slot: str) -> Sequence[Range]:
+        # Flat ranges for which the state vector ``slot`` has elements: whole tensors within `parts`.
+        return self.parts
 
     @property
     def learning_rate(self) -> float:
@@ -368,6 +374,11 @@ class WrappedOptimizer(ABC):
 
     def __init__(self, inner: SegmentWise) -> None:
         self._inner, self.parts, self.slots = inner, inner.parts, inner.slots
+
+    @property
+    def inner(self) -> SegmentWise:
+        """The wrapped optimizer."""
+        return self._inner
 
     @property
     def count(self) -> int:

@@ -10,13 +10,13 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.rules import no_effect, rule
 from hpcdist.reporting.schema import check_section, key
 
-Name = Literal["adamw", "sgd", "lars", "lamb"]
-Decay = Literal["cosine", "polynomial", "constant"]
+Name = Literal["adamw", "sgd", "lars", "lamb", "muon"]
+Decay = Literal["cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
 TRUST_RATIO: Final = ("trust_ratio_min", "trust_ratio_max")
 # Options that only some optimizers read.
 READ_BY: Final[dict[str, tuple[Name, ...]]] = {
-    "bias_correction": ("adamw", "lamb"),
+    "bias_correction": ("adamw", "lamb", "muon"),
     "momentum_correction": ("lars",),
     **dict.fromkeys(TRUST_RATIO, ("lamb",)),
 }
@@ -24,11 +24,12 @@ READ_BY: Final[dict[str, tuple[Name, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Weight decay and learning rate factor for the tensors whose name ``LAYER.NAME`` matches one of ``patterns``."""
+    """Options for the tensors whose name ``LAYER.NAME`` matches one of ``patterns``."""
 
     patterns: tuple[str, ...]
     weight_decay: float | None = None  # replaces ``optimizer.weight_decay``, also for biases and norm scales
     rate_factor: float = 1.0  # multiplies the learning rate
+    muon: bool | None = None  # the optimizer muon orthogonalises the updates of these matrices; None: as by default
 
     @classmethod
     def of(cls, text: str) -> "ParameterGroup":
@@ -38,17 +39,18 @@ class ParameterGroup:
         try:
             for option in options.split():
                 name, _, value = option.partition("=")
-                if name not in ("weight_decay", "rate_factor") or name in values:
+                if name not in ("weight_decay", "rate_factor", "muon") or name in values:
                     raise ValueError(name)
-                values[name] = float(value)
+                values[name] = float(value) if name != "muon" else bool(("0", "1").index(value))
         except ValueError:
             values = {}
         if not names.split() or not values or not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise ConfigurationError(
                 f"optimizer.groups has the invalid group {text!r}; write patterns of tensor names, a colon and options "
-                "that are at least 0, as in '*.bias *.norm.weight: weight_decay=0.0 rate_factor=2.0'"
+                "that are at least 0, as in '*.bias *.norm.weight: weight_decay=0.0 rate_factor=2.0' (muon=0 or muon=1 "
+                "only with optimizer.name = 'muon')"
             )
-        return cls(patterns=tuple(names.split()), **values)
+        return cls(patterns=tuple(names.split()), **values)  # type: ignore[arg-type]
 
     def has(self, name: str) -> bool:
         """Return True if the tensor ``name`` matches a pattern of the group."""
@@ -73,11 +75,11 @@ class OptimizerConfig:
 
     name: Name = key("adamw", "Optimizer.", choices=get_args(Name))
     learning_rate: float = key(3e-3, "Peak learning rate, for a batch of base_batch samples if scaling is used.", gt=0)
-    momentum: float = key(0.9, "Momentum of sgd and lars.", ge=0, lt=1)
-    nesterov: bool = key(False, "Use Nesterov momentum.")
-    beta1: float = key(0.9, "Decay rate of the mean gradient in adamw and lamb.", ge=0, lt=1)
-    beta2: float = key(0.95, "Decay rate of the mean squared gradient in adamw and lamb.", ge=0, lt=1)
-    epsilon: float = key(1e-8, "Constant added to the denominator of an update in adamw, lars and lamb.", gt=0)
+    momentum: float = key(0.9, "Momentum of sgd, lars and muon. For muon, 0.95 is usual.", ge=0, lt=1)
+    nesterov: bool = key(False, "Use Nesterov momentum in sgd. muon always uses it.")
+    beta1: float = key(0.9, "Decay rate of the mean gradient in adamw, lamb and muon.", ge=0, lt=1)
+    beta2: float = key(0.95, "Decay rate of the mean squared gradient in adamw, lamb and muon.", ge=0, lt=1)
+    epsilon: float = key(1e-8, "Constant added to the denominator of an update in adamw, lars, lamb and muon.", gt=0)
     bias_correction: bool = key(True, "Correct the bias of the moments, which start at zero.")
     weight_decay: float = key(0.1, "Weight decay of matrices. Biases and norm scales have none.", ge=0)
     trust_coefficient: float = key(0.001, "Trust coefficient of lars.", gt=0)
@@ -89,13 +91,16 @@ class OptimizerConfig:
     base_batch: int = key(0, "Samples per step for which learning_rate was tuned. 0: the rate is not scaled.", ge=0)
     scaling: Scaling = key(
         "none",
-        "Scaling of the rate from base_batch to run.global_batch. linear: sgd, lars; sqrt: adamw, lamb.",
+        "Scaling of the rate from base_batch to run.global_batch. linear: sgd, lars; sqrt: adamw, lamb, muon.",
         choices=get_args(Scaling),
     )
     # An integer in a recipe; it is fractional if it is derived from warmup_samples.
     warmup_steps: float = key(50, "Number of updates in which the learning rate rises linearly.", ge=0)
     warmup_samples: int = key(0, "Length of the warm-up in samples; replaces warmup_steps. 0: not used.", ge=0)
     decay: Decay = key("cosine", "Shape of the learning rate decay after the warm-up.", choices=get_args(Decay))
+    decay_steps: int = key(
+        0, "Length of the decay, at the end of the run. Before it, the rate is constant. 0: all steps.", ge=0
+    )
     final_fraction: float = key(0.1, "Learning rate at the last step, as a fraction of the peak.", ge=0, le=1)
     power: float = key(1.0, "Exponent of the polynomial decay.", gt=0)
     ema_decay: float = key(
@@ -107,7 +112,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_section(RULES, "optimizer", self)
-        _ = self.parsed_groups  # raises for an invalid group
+        if self.name != "muon" and any(group.muon is not None for group in self.parsed_groups):
+            raise ConfigurationError(
+                f"optimizer.groups has the option muon, but optimizer.name = {self.name!r}; remove the option, or set "
+                "optimizer.name = 'muon'"
+            )
 
     @property
     def parsed_groups(self) -> tuple[ParameterGroup, ...]:
@@ -115,9 +124,12 @@ class OptimizerConfig:
         return tuple(map(ParameterGroup.of, self.groups))
 
 
-_BOTH: Final = "set both (scaling 'linear' for sgd and lars, 'sqrt' for adamw and lamb), or 'none' and 0"
+_BOTH: Final = "set both (scaling 'linear' for sgd and lars, 'sqrt' for adamw, lamb and muon), or 'none' and 0"
 RULES: Final = (
-    rule("optimizer.nesterov with optimizer.name!=sgd", "Nesterov momentum is defined for sgd only"),
+    rule(
+        "optimizer.nesterov with optimizer.name!=sgd",
+        "Nesterov momentum is an option of sgd only (muon always uses it)",
+    ),
     rule("optimizer.nesterov with optimizer.momentum=0", "Nesterov momentum needs a momentum above 0"),
     *(
         no_effect(f"optimizer.{name}", getattr(OptimizerConfig, name), "optimizer.name", names)
@@ -129,6 +141,7 @@ RULES: Final = (
         "lower trust_ratio_min, or set trust_ratio_max to 0 for no upper bound",
         relation=lambda most, least: most <= least,
     ),
+    no_effect("optimizer.decay_steps", 0, "optimizer.decay", ("cosine", "polynomial", "1-sqrt")),
     rule("optimizer.scaling with optimizer.base_batch=0", "scaling needs the batch size of the learning rate", _BOTH),
     rule("optimizer.base_batch with optimizer.scaling=none", "base_batch is used for scaling only", _BOTH),
     rule(

@@ -1,4 +1,4 @@
-"""The optimizers by name: SGD with momentum, LARS, AdamW and LAMB. The methods must be called in a fixed order.
+"""The optimizers by name: SGD with momentum, LARS, AdamW, LAMB and Muon. The methods must be called in a fixed order.
 
     begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
 
@@ -24,49 +24,10 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim import fused, kernels
+from hpcdist.optim.adam import AdamMomentSlots, AdamW
 from hpcdist.optim.base import Decay, ElementWise, LayerWise, SegmentWise, WrappedOptimizer
 from hpcdist.optim.config import OptimizerConfig
-
-
-class AdamMomentSlots(SegmentWise):
-    """Base class of AdamW and LAMB. Both compute the update direction from Adam's two moments."""
-
-    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
-
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        kernels.adam_direction(
-            weights,
-            gradient,
-            self.slots["m"].range(where),
-            self.slots["v"].range(where),
-            scale=scale,
-            betas=(self.config.beta1, self.config.beta2),
-            epsilon=self.config.epsilon,
-            decay=decay,
-            count=self.count if self.config.bias_correction else 0,
-        )
-
-
-class AdamW(AdamMomentSlots, ElementWise):
-    """AdamW: Adam with decoupled weight decay. Biases and norm scales do not decay by default."""
-
-    def _step(
-        self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
-    ) -> None:
-        fused.adam(
-            weights,
-            gradient,
-            self.slots["m"].range(where),
-            self.slots["v"].range(where),
-            scale=self._scale,
-            rate=rate,
-            betas=(self.config.beta1, self.config.beta2),
-            epsilon=self.config.epsilon,
-            decay=decay,
-            count=self.count if self.config.bias_correction else 0,
-            working=working,
-        )
-
+from hpcdist.optim.muon import Muon
 
 _LARGEST: Final = 1e30
 
@@ -210,7 +171,13 @@ class Lars(LayerWise):
         kernels.launch_update("descend_with_velocity", weights, step, (velocity,), working, tensors, momentum)
 
 
-OPTIMIZERS: Final[dict[str, type[SegmentWise]]] = {"adamw": AdamW, "lamb": Lamb, "lars": Lars, "sgd": Sgd}
+OPTIMIZERS: Final[dict[str, type[SegmentWise]]] = {
+    "adamw": AdamW,
+    "lamb": Lamb,
+    "lars": Lars,
+    "muon": Muon,
+    "sgd": Sgd,
+}
 Optimizer: TypeAlias = SegmentWise | WrappedOptimizer
 
 

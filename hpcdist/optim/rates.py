@@ -1,7 +1,16 @@
 """Learning rate of each update (warm-up, decay, scaling to the batch size), and gradient noise scale.
 
-The warm-up is linear (Goyal et al. 2017, arXiv:1706.02677, section 2.2). A cosine (equation 5 of arXiv:1608.03983,
-without restarts), polynomial or constant decay follows. A rate for b samples is scaled to B = k b samples:
+The warm-up is linear (Goyal et al. 2017, arXiv:1706.02677, section 2.2). Then the rate falls from the peak to
+``final_fraction`` of the peak, as the shape of the decay. x is the progress of the decay in [0, 1]:
+
+    cosine        (1 + cos(pi x)) / 2    equation 5 of arXiv:1608.03983, without restarts
+    polynomial    (1 - x)^power          linear for power 1
+    1-sqrt        1 - sqrt(x)            Haegele et al. 2024, arXiv:2405.18392, section 3
+    inverse_sqrt  sqrt(warm-up / update) Vaswani et al. 2017, arXiv:1706.03762, section 5.3; independent of run.steps
+    constant      1
+
+With ``decay_steps``, the rate is constant until the last ``decay_steps`` updates of the run (warm-up, stable, decay: Hu
+et al. 2024, arXiv:2404.06395, section 4). A rate for b samples is scaled to B = k b samples:
 
     linear   k rate         sgd and lars (Goyal et al. 2017, section 2.1)
     sqrt     sqrt(k) rate   adamw and lamb (arXiv:2205.10287)
@@ -221,6 +230,7 @@ def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
 SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
     "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "polynomial": lambda progress, power: (1.0 - progress) ** power,
+    "1-sqrt": lambda progress, power: 1.0 - math.sqrt(progress),
     "constant": lambda progress, power: 1.0,
 }
 
@@ -234,7 +244,12 @@ def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> flo
     # The rate is highest at update ``warmup_steps``, which need not be an integer.
     if update <= config.warmup_steps:
         return peak * ramp
-    left = total_steps - config.warmup_steps
-    progress = min(1.0, (update - config.warmup_steps) / left) if left > 0 else 1.0
+    if config.decay == "inverse_sqrt":
+        return peak * math.sqrt(max(1.0, config.warmup_steps) / update)
+    start = config.warmup_steps  # last update at the peak
+    if config.decay_steps:
+        start = max(start, total_steps - config.decay_steps)
+    left = total_steps - start
+    progress = min(1.0, max(0.0, (update - start) / left)) if left > 0 else 1.0
     share = SHAPES[config.decay](progress, config.power)
     return peak * (config.final_fraction + (1.0 - config.final_fraction) * share)

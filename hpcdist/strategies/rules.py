@@ -21,7 +21,7 @@ from hpcdist.strategies.axis_rules import LOCK_STEP
 from hpcdist.strategies.compressed import rules as compressed
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.rules import BSP, COMPRESSED, IN_16_BITS, MIXING, SERVED, SHARDED
-from hpcdist.strategies.config import SUMMING
+from hpcdist.strategies.config import PARTIAL, SUMMING
 from hpcdist.strategies.data.config import OFFLOADED, STAGES, ZeroConfig
 from hpcdist.strategies.decentralised import config as decentralised
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig, own_steps
@@ -155,9 +155,12 @@ RULES: Final = (
         "run.noise_scale_every_steps with communication.delayed",
         "the sum of a step's gradients is known one step later",
     ),
-    rule(
-        "run.noise_scale_every_steps with parallel.sequence_parallel",
-        "gradients of norms and biases are summed over replicas before the tensor axis, so no replica has its own",
+    *(
+        rule(
+            f"run.noise_scale_every_steps with {term}",
+            "gradients of norms and biases are summed over replicas before the tensor axis, so no replica has its own",
+        )
+        for term in PARTIAL
     ),
     rule(
         "run.noise_scale_every_steps with data rank=1 where parallel.microbatches<2 with run.logical_shards<2",
@@ -170,6 +173,22 @@ RULES: Final = (
         "use at least 2 data ranks, or set one of the two keys to 0 or false",
     ),
     rule("optimizer.ema_decay with own steps", "replicas differ, so no rank has the parameters to average", LOCK_STEP),
+    # Muon
+    rule(
+        "parallel.strategy=parameter_server with optimizer.name=muon",
+        "servers own parts of matrices, but muon updates whole matrices",
+        "choose allreduce, zero1, zero2 or zero3, or another optimizer",
+    ),
+    rule(
+        "decentralised.order=combine_first->adapt_first with optimizer.name=muon where parallel.strategy=gossip",
+        UNBUILT,
+    ),
+    *each_of(
+        "*!=none with optimizer.name=muon",
+        "offloaded state is updated in blocks, but muon updates whole matrices",
+        *OFFLOADED,
+        cure="set it to 'none', or choose another optimizer",
+    ),
     # ZeRO
     *each_of(
         "zero.* with parallel.pipeline>1", UNBUILT, "offload_optimizer", "offload_parameters", "shared_parameters"

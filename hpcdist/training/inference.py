@@ -8,7 +8,7 @@ import codecs
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays import backend, rng
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
@@ -34,6 +34,7 @@ from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models import factory
 from hpcdist.models.arena import Arena
+from hpcdist.models.attention.cache import CachedDecoder
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
 from hpcdist.optim import kernels
@@ -41,41 +42,9 @@ from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import data
 from hpcdist.training.build.state_source import scalars_of
 from hpcdist.training.data.source import usable_inputs
+from hpcdist.training.generation import Decoder, WindowDecoder, generate
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-
-
-def generate(
-    logits_of: Callable[[np.ndarray], np.ndarray],
-    prompt: np.ndarray,
-    count: int,
-    context: int,
-    *,
-    temperature: float,
-    top_k: int,
-    seed: int,
-) -> Iterator[int]:
-    """Yield ``count`` tokens that continue ``prompt``, each predicted from the last ``context`` tokens. Local.
-
-    ``logits_of``: function that maps tokens (1, length) to logits (1, length, vocabulary). ``temperature`` 0 selects
-    the most likely token. ``top_k`` limits the choice to the k most likely tokens; 0 sets no limit.
-    """
-    draw = rng.stream(seed)
-    window = list(prompt[-context:])
-    for _ in range(count):
-        logits = logits_of(np.array([window], prompt.dtype))[0, -1].astype(np.float64)
-        token = int(logits.argmax()) if temperature == 0 else _draw_token(logits / temperature, top_k, draw)
-        yield token
-        window = [*window, token][-context:]
-
-
-def _draw_token(logits: np.ndarray, top_k: int, draw: np.random.Generator) -> int:
-    if 0 < top_k < logits.size:
-        least = np.partition(logits, -top_k)[-top_k]
-        logits = np.where(logits < least, -np.inf, logits)
-    weights = np.exp(logits - logits.max())
-    return int(draw.choice(logits.size, p=weights / weights.sum()))
-
 
 # Errors that need no flight recorder: its files are deleted.
 EXPECTED_ERRORS: Final = (GeneratorExit, KeyboardInterrupt, *USER_ERRORS)
@@ -108,6 +77,13 @@ class TrainedModel:
         """Return the model's logits for the input array ``inputs``. Both arrays are on the host. Local."""
         placed = backend.place(inputs, self.recipe.run.device)
         return backend.to_host(self.model.logits(self._views, placed, self.arena))
+
+    def decoder(self, texts: int) -> Decoder:
+        """Return a decoder for ``texts`` texts, with a key-value cache if the model is a gpt. Local."""
+        model, context = self.recipe.model, self.recipe.data.context
+        if model.kind == "gpt" and not model.capacity_factor:  # a capacity depends on all tokens of a text
+            return CachedDecoder(self.model, self._views, self.arena, texts, context)
+        return WindowDecoder(self.logits, context)
 
     def validation_loss(self) -> float:
         """Return the mean validation loss, or NaN without validation data. Collective.
@@ -280,17 +256,27 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 
 
 def sample(
-    path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int, averaged: bool = False
+    path: Path,
+    prompts: Sequence[str],
+    tokens: int,
+    *,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    top_p: float = 1.0,
+    stops: Sequence[str] = (),
+    averaged: bool = False,
 ) -> Iterator[str]:
-    """Yield ``prompt``, and then ``tokens`` tokens of text from the model in the run directory ``path``.
+    """Yield the text of the model in the run directory ``path`` for each of ``prompts``, which it begins with.
 
-    ``averaged``: True for the moving average of the parameters. Ranks above 0 yield nothing.
+    A text has at most ``tokens`` new tokens, and ends before one of the texts ``stops``. ``averaged``: True for the
+    moving average of the parameters. A single text comes in parts. Ranks above 0 yield nothing.
     """
     variables = environment.launch_environment()
     if variables is not None and variables.rank:
         return
     with InspectionSession(path, alone=True) as look:
-        model, context = look.recipe.model, look.recipe.data.context
+        model = look.recipe.model
         if model.kind == "given":
             raise UsageError(
                 f"the model of {path} is defined in the script that trained it; generate text in that script. `sample` "
@@ -301,12 +287,42 @@ def sample(
                 f"{path} holds a model of kind {model.kind!r} with {model.vocabulary} tokens; only a gpt with the 256 "
                 "byte tokens can generate text"
             )
-        start_of = np.frombuffer(prompt.encode(), np.uint8)
-        if not start_of.size:
-            raise UsageError("the prompt is empty; give at least one character with --prompt")
-        logits = look.load(averaged=averaged).logits
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        yield prompt
-        for token in generate(logits, start_of, tokens, context, temperature=temperature, top_k=top_k, seed=seed):
-            yield decoder.decode(bytes([token]))
-        yield decoder.decode(b"", final=True) + "\n"
+        if not all(prompts):
+            raise UsageError("a prompt is empty; give at least one character with each --prompt")
+        decoder = look.load(averaged=averaged).decoder(len(prompts))
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        ends = [stop.encode() for stop in stops if stop]
+        texts = [TextStream(ends) for _ in prompts]
+        drawn = generate(decoder, [prompt.encode() for prompt in prompts], tokens, stops=ends, **options)
+        if len(prompts) == 1:
+            yield prompts[0]
+            yield from (texts[0].add(token) for _, token in drawn)
+            yield texts[0].finish() + "\n"
+            return
+        written = list(prompts)
+        for index, token in drawn:
+            written[index] += texts[index].add(token)
+        yield "\n---\n".join(text + stream.finish() for text, stream in zip(written, texts, strict=True)) + "\n"
+
+
+class TextStream:
+    """Text of generated bytes. Bytes that may begin one of the sequences ``stops`` are held back."""
+
+    def __init__(self, stops: Sequence[bytes]) -> None:
+        self._stops, self._held = stops, b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, byte: int) -> str:
+        """Add one generated byte. Return the text that is now complete, which may be empty."""
+        self._held += bytes([byte])
+        if any(self._held.endswith(stop) for stop in self._stops):
+            return ""
+        begun = (n for n in range(len(self._held), 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops))
+        kept = next(begun, 0)
+        ready, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return self._decoder.decode(ready)
+
+    def finish(self) -> str:
+        """Return the end of the text, without a stop sequence."""
+        stop = next((stop for stop in self._stops if self._held.endswith(stop)), b"")
+        return self._decoder.decode(self._held[: len(self._held) - len(stop)], final=True)

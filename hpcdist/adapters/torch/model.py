@@ -111,7 +111,7 @@ def recipe_of(
     if kind not in KINDS:
         raise ConfigurationError(
             f"hpcdist has no optimizer like {kind}; use AdamW or SGD, or set optimizer.name in the recipe to 'adamw', "
-            "'sgd', 'lars' or 'lamb'"
+            "'sgd', 'lars', 'lamb' or 'muon'"
         )
     for group in groups:
         _check_group(kind, group, groups[0])

@@ -214,11 +214,12 @@ def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
     """Return a list of checkpoint pieces: views of all tensors in the flat ranges ``parts`` of each store.
 
-    ``stores``: a dict {kind of array, such as "parameters": store with these arrays}.
+    ``stores``: a dict {kind of array, such as "parameters": store with these arrays}. A store may lack whole tensors.
     """
     return [
         Piece.of(kind, segment, touched, store.contents(touched))
         for kind, store in stores.items()
         for part in parts
         for segment, touched in store.layout.within(part)
+        if store.holds(touched)
     ]

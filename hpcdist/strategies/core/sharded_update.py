@@ -4,6 +4,7 @@ The update computes directions, then the norms for layer-wise learning rates, th
 tensor axis count each tensor once, whether the axis shards or replicates it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -11,13 +12,16 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.backend import namespace
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import Range, consecutive, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.optim import exact, norms
+from hpcdist.optim.base import WrappedOptimizer
 from hpcdist.optim.master_weights import MasterWeights
+from hpcdist.optim.muon import Muon, orthogonalise, sides, unsharded_shape, work
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.core.operations import Kind, Operation
 
@@ -50,8 +54,9 @@ def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: 
 
 
 def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
-    """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
-    ranges = unsharded_ranges(gradients.layout, parts)
+    """Sum partial gradients in the flat ranges ``parts`` over the tensor axis ``comm``, in one message. Collective."""
+    within = gradients.layout.within
+    ranges = [touched for part in parts for segment, touched in within(part) if segment.spec.partial]
     on = "gpu" if backend.is_device(gradients.array) else "cpu"
     message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
     if not message.size:
@@ -63,6 +68,51 @@ def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicat
     collectives.allreduce(comm, message, algorithm)
     for part, slot in zip(ranges, slots, strict=True):
         gradients.write(part, message[slot.slice])
+
+
+def orthogonalise_shards(muon: Muon, parts: Sequence[Range], gradients: FlatStore, tensor: Communicator) -> None:
+    """Compute the update directions of the matrices in ``parts`` that ``tensor`` shards. Collective over ``tensor``.
+
+    Each rank receives whole tensors, orthogonalises them, and sends the shards back. A rank sends and receives each of
+    its shards once per direction. It holds one whole tensor at a time.
+    """
+    segments = [
+        segment
+        for segment in gradients.layout.segments  # also if this rank's shard is empty
+        if segment.key in muon.matrices and segment.spec.cut is not None
+        if any(segment.range.start in part for part in parts)
+    ]
+    segments.sort(key=lambda segment: -work(segment.spec))  # so that the tensors of a round take similar times
+    for first in range(0, len(segments), tensor.size):
+        of_round = segments[first : first + tensor.size]  # one tensor per rank
+        shards = [muon.momentum(segment.range, gradients) for segment in of_round]
+        xp = namespace(shards[0])
+        sent = xp.concatenate(shards)
+        of_owners = consecutive([shard.size for shard in shards] + [0] * (tensor.size - len(shards)))
+        shapes = _shard_shapes(of_round[tensor.rank].spec, tensor.size) if tensor.rank < len(of_round) else []
+        of_ranks = consecutive([math.prod(shape) for shape in shapes] or [0] * tensor.size)
+        received = xp.empty(of_ranks[-1].stop, sent.dtype)
+        tensor.all_to_all(sent, received, of_owners, of_ranks)
+        if shapes:
+            spec = of_round[tensor.rank].spec
+            pieces = [received[part.slice].reshape(shape) for part, shape in zip(of_ranks, shapes, strict=True)]
+            whole = xp.concatenate(pieces, axis=spec.cut)
+            for matrix in whole.reshape(-1, *sides(spec, whole.shape)):
+                orthogonalise(matrix)
+            start = 0
+            for piece in pieces:
+                stop = start + piece.shape[spec.cut]
+                piece[...] = whole[(slice(None),) * (spec.cut or 0) + (slice(start, stop),)]
+                start = stop
+        tensor.all_to_all(received, sent, of_ranks, of_owners)
+        for segment, part in zip(of_round, of_owners, strict=False):
+            muon.orthogonal[segment.key] = sent[part.slice]
+
+
+def _shard_shapes(spec: TensorSpec, ranks: int) -> list[tuple[int, ...]]:
+    # Shapes of the shards of all tensor ranks, as in `strategies.tensor.model.local_part`.
+    shape, dim = unsharded_shape(spec), spec.cut or 0
+    return [(*shape[:dim], part.size, *shape[dim + 1 :]) for part in split(shape[dim], ranks, 1, align_bytes=1)]
 
 
 class ShardedUpdate:
@@ -89,6 +139,8 @@ class ShardedUpdate:
         if exactly:
             optimizer.sum_exactly()
         self._tensor, self._experts = tensor or solo(), experts
+        inner = optimizer.inner if isinstance(optimizer, WrappedOptimizer) else optimizer
+        self._muon = inner if isinstance(inner, Muon) and self._tensor.size > 1 else None
         self.counted = counted(gradients.layout, self.parts, self._tensor)
         # Tensors that the tensor axis does not cut are counted by its first rank alone.
         self._elsewhere = unsharded_ranges(gradients.layout, self.parts) if self._tensor.rank else []
@@ -104,7 +156,7 @@ class ShardedUpdate:
 
     def plan(self) -> list[Operation]:
         """Return a list of the operations of the update: compute directions, sum norms if needed, apply. Local."""
-        norms = [Operation(Kind.NORMS)] if self.optimizer.needs_norms else []
+        norms = [Operation(Kind.NORMS)] if self.optimizer.needs_norms or self._muon is not None else []
         return [
             *(Operation(Kind.DIRECTION, range=part) for part in self.parts),
             *norms,
@@ -139,7 +191,13 @@ class ShardedUpdate:
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum the squared norm of each tensor over the ranks that hold its shards. Collective over these ranks."""
+        """Sum the squared norm of each tensor over the ranks that hold its shards. Collective over these ranks.
+
+        With Muon, instead orthogonalise the matrices that the tensor axis shards. Collective over the tensor axis.
+        """
+        if self._muon is not None:
+            orthogonalise_shards(self._muon, self.parts, self.gradients, self._tensor)
+            return
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
@@ -149,7 +207,7 @@ class ShardedUpdate:
         self._norms = exact.rounded(norms) if self._exactly else norms
 
     def sum_rows(self, op: Operation) -> None:
-        """Sum the gradients of tensors that the tensor axis does not shard. Collective over the tensor axis."""
+        """Sum the partial gradients of tensors that the tensor axis does not shard. Collective over the tensor axis."""
         sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:

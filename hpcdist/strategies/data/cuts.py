@@ -25,6 +25,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.optim.muon import owned_ranges
 from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.logical_shards import ALGORITHM
 from hpcdist.strategies.core.rank_context import RankContext
@@ -54,9 +55,13 @@ class Cuts:
         self._sharding = self._choose_sharding(context)
         self.cuts: dict[int, list[Range]] = {}  # by layer: the layer, its parameter and gradient shards, updated range
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, relative to its range
-        for unit, whole in context.ranges.items():
-            layer = context.model.stages[unit].layer
-            self.cuts[layer], self._shares[layer] = self._cut(whole, context.dtype.itemsize)
+        layers = {context.model.stages[unit].layer: whole for unit, whole in context.ranges.items()}
+        # Muon updates whole matrices: {layer: ranges of the ranks that update it}, in the order of the flat space
+        self._owned: dict[int, list[Range]] = {}
+        if context.optimizer.name == "muon" and layers:
+            self._owned = owned_ranges(context.optimizer, context.layout, layers, degrees.optimizer)
+        for layer, whole in layers.items():
+            self.cuts[layer], self._shares[layer] = self._cut(layer, whole)
 
     def _between(self, inner: int, outer: int) -> Communicator | None:
         data = self._data
@@ -80,18 +85,25 @@ class Cuts:
                 f"communication.algorithm = {self.algorithm!r} has no separate reduce-scatter and all-gather, which "
                 f"ZeRO needs; on the device type {context.on}, choose one of {', '.join(shardings)}"
             )
-        if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self.comms):
-            # Its cuts follow the nodes, which may differ between groups. The levels are the hierarchy instead.
+        nested = not all(comm in (None, self._data) for comm in self.comms)
+        if self.algorithm == "hierarchical" and (nested or context.optimizer.name == "muon"):
+            # Its cuts follow the nodes, which may differ between groups. The levels are the hierarchy instead. Nor can
+            # its cuts keep matrices whole.
             return shardings["ring"]
         return shardings[self.algorithm]
 
-    def _cut(self, whole: Range, itemsize: int) -> tuple[list[Range], list[list[Range]]]:
+    def _cut(self, layer: int, whole: Range) -> tuple[list[Range], list[list[Range]]]:
         cuts, shares = [whole], []
+        owned = self._owned.get(layer, [])  # ranges of the owners within the last cut
         for comm in self.comms:
-            parts = [Range(0, cuts[-1].size)]
+            parts, member = [Range(0, cuts[-1].size)], 0
             if comm is not None:
-                parts = self._sharding.shares(comm, cuts[-1].size, itemsize)
-            cuts.append(parts[comm.rank if comm is not None else 0].shift(cuts[-1].start))
+                member, groups = comm.rank, _groups(owned, comm.size)
+                parts = self._sharding.shares(comm, cuts[-1].size, self._itemsize)
+                if owned:
+                    parts = [Range(group[0].start, group[-1].stop).shift(-cuts[-1].start) for group in groups]
+                    owned = groups[member]
+            cuts.append(parts[member].shift(cuts[-1].start))
             shares.append(parts)
         return cuts, shares
 
@@ -159,8 +171,12 @@ class Cuts:
         """
         owners = []
         for rank in range(self._data.size):
-            part = Range(0, self.cuts[layer][WHOLE].size)
+            part, owned = Range(0, self.cuts[layer][WHOLE].size), self._owned.get(layer, [])
             for inner, outer in self._blocks:
+                if owned:
+                    owned = _groups(owned, outer // inner)[rank % outer // inner]
+                    part = Range(owned[0].start, owned[-1].stop).shift(-self.cuts[layer][WHOLE].start)
+                    continue
                 part = split(part.size, outer // inner, self._itemsize)[rank % outer // inner].shift(part.start)
             owners.append(part)
         return owners
@@ -190,6 +206,11 @@ class Cuts:
             return [self.cuts[layer][OPTIMIZER]]
         (level,) = [level for level, comm in enumerate(self.comms) if comm is self._data]
         return [part.shift(self.cuts[layer][WHOLE].start) for part in self._shares[layer][level]]
+
+
+def _groups(owned: list[Range], count: int) -> list[list[Range]]:
+    size = len(owned) // count
+    return [owned[size * index : size * (index + 1)] for index in range(count)]
 
 
 def _alike(context: RankContext) -> str:

@@ -16,7 +16,7 @@ KEYS: Final = {
     "gossip": ("graph", "edges", "order", "report_every"),
     "local_sgd": ("period", "moments", "outer_learning_rate", "outer_momentum"),
 }
-CORRECTED: Final = ("adamw", "lamb")  # optimizers with bias correction of their moments
+CORRECTED: Final = ("adamw", "lamb", "muon")  # optimizers with bias correction of their moments
 _EDGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
 RULES: Final = (
     rule("decentralised.edges= with decentralised.graph=edges", cure="give them as in '0-1, 1-2'"),

@@ -87,7 +87,7 @@ class Replicas(Exchange):
         ``weight``: factor of this rank's values. ``total``: divisor of the sum (default: number of ranks).
         """
         squares = np.zeros(2)
-        for part in self.ranges:
+        for part in (part.intersect(held) for held in store.parts for part in self.ranges if part.intersect(held)):
             values = store.range(part)
             mean = scratch("decentralised.mean", values.size, values.dtype, values)
             if weight == 1:

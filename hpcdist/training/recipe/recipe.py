@@ -173,6 +173,7 @@ OPERATIONAL: Final = (
 )
 OPERATIONAL_KEYS: Final = (
     "run.steps",
+    "optimizer.decay_steps",
     "data.digest",
     "data.shares",
     "data.staged",

@@ -287,9 +287,10 @@ def _changed_rate_text(trainer: Trainer, steps_before: int | None) -> str:
         return ""
     update = step - trainer.executor.loss_scale.skipped
     before, now = (rates.learning_rate(optimizer, update, total) for total in (steps_before, steps))
-    if before == now:
+    text = f"run.steps was {steps_before} and is {steps}, and optimizer.decay = {optimizer.decay!r} ends there"
+    if before != now:
+        return f"{text}: the learning rate of step {step} is {now:.3g} instead of {before:.3g}"
+    if not optimizer.decay_steps or steps == steps_before:
         return ""
-    return (
-        f"run.steps was {steps_before} and is {steps}, and optimizer.decay = {optimizer.decay!r} ends there: the "
-        f"learning rate of step {step} is {now:.3g} instead of {before:.3g}"
-    )
+    first, start = (max(0, total - optimizer.decay_steps) for total in (steps_before, steps))
+    return f"{text}: its {optimizer.decay_steps} steps begin after step {start} instead of step {first}"

@@ -31,7 +31,7 @@ def test_rank_losses_equal_one_process(comm, folder, algorithm, mode):
     np.testing.assert_allclose(together, alone, rtol=TOLERANCE[mode])
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb", "muon"])
 def test_rank_accumulation_and_optimizers_equal_one_process(comm, folder, name):
     keys = {"precision__mode": "float64", "optimizer__name": name, "model__tied": "true"}
     alone = _trainer(solo(), folder, **keys)
@@ -41,7 +41,7 @@ def test_rank_accumulation_and_optimizers_equal_one_process(comm, folder, name):
     assert difference <= 1e-9 * np.linalg.norm(alone.exchange.parameters.array)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb", "muon"])
 @pytest.mark.full_except("lamb", "lars")
 def test_rank_resume_is_bit_identical(comm, folder, name):
     keys = {"optimizer__name": name, "communication__algorithm": "ring"}
@@ -57,6 +57,14 @@ def test_rank_resume_is_bit_identical(comm, folder, name):
         store.array.tobytes() == whole.exchange.update.slots()[slot].array.tobytes()
         for slot, store in resumed.exchange.update.slots().items()
     )
+
+
+@pytest.mark.parametrize("axis", ["zero3", "tensor"])
+def test_rank_muon_over_shards_equals_one_process(comm, folder, axis):
+    keys = {"precision__mode": "float64", "optimizer__name": "muon", "model__hidden": 48, "model__heads": 12}
+    layout = {"parallel__strategy": "zero3"} if axis == "zero3" else {"parallel__tensor": comm.size}
+    together = _trainer(comm, folder, **keys, **layout)
+    np.testing.assert_allclose(_losses(together, 12), _losses(_trainer(solo(), folder, **keys), 12), rtol=1e-11)
 
 
 def test_rank_declared_nodes_reach_the_data_axis(comm, folder):

@@ -38,6 +38,29 @@ def test_rate_half_way_through_the_decay():
     assert rates(20, warmup_steps=0, decay="polynomial", final_fraction=0.0, power=2.0)[9] == pytest.approx(0.5)
 
 
+@cases(
+    "decay, power, shape",
+    ("polynomial", 1.0, lambda x: 1 - x),
+    ("1-sqrt", 1.0, lambda x: 1 - x**0.5),
+    ("cosine", 1.0, lambda x: (1 + math.cos(math.pi * x)) / 2),
+)
+def test_rate_is_constant_until_the_last_steps(decay, power, shape):
+    got = rates(20, warmup_steps=4, decay=decay, decay_steps=10, final_fraction=0.25, power=power)
+    assert got[:10] == pytest.approx([0.5, 1.0, 1.5] + [2.0] * 7)
+    assert got[10:20] == pytest.approx([0.5 + 1.5 * shape(step / 10) for step in range(1, 11)])
+    assert got[20:] == pytest.approx([0.5, 0.5])
+    # A decay that is longer than the steps after the warm-up begins at its end.
+    assert rates(20, warmup_steps=4, decay=decay, decay_steps=99) == rates(20, warmup_steps=4, decay=decay)
+
+
+def test_inverse_square_root_does_not_depend_on_the_length_of_the_run():
+    got = rates(400, warmup_steps=25, decay="inverse_sqrt")
+    assert got[:25] == pytest.approx([2.0 * step / 25 for step in range(1, 26)])
+    assert got[24:] == pytest.approx([2.0 * (25 / step) ** 0.5 for step in range(25, 403)])
+    assert got == rates(1000, warmup_steps=25, decay="inverse_sqrt")[:402]
+    assert rates(4, warmup_steps=0, decay="inverse_sqrt")[3] == pytest.approx(1.0)
+
+
 def test_warm_up_longer_than_the_run_is_cut_off():
     assert rates(2, warmup_steps=4, decay="cosine") == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert rates(4, warmup_steps=4, decay="cosine", final_fraction=0.5)[3:] == pytest.approx([2.0, 1.0, 1.0])
@@ -88,6 +111,8 @@ def test_unresolved_rate_raises_assertion_error():
     "options, message",
     ({"name": "adam"}, "optimizer.name = 'adam'; choose one of adamw"),
     ({"decay": "linear"}, "optimizer.decay = 'linear'"),
+    ({"decay": "constant", "decay_steps": 5}, "optimizer.decay_steps = 5 has no effect"),
+    ({"decay_steps": -1}, "optimizer.decay_steps = -1"),
     ({"learning_rate": 0.0}, "optimizer.learning_rate = 0.0; it must be finite and above 0"),
     ({"learning_rate": math.nan}, "optimizer.learning_rate = nan"),
     ({"beta2": 1.0}, "optimizer.beta2 = 1.0"),

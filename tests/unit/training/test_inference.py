@@ -17,7 +17,8 @@ from hpcdist.errors import CommunicationError, DataError, StorageError, UsageErr
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import inference
 from hpcdist.training.build.assemble import assemble
-from hpcdist.training.inference import InspectionSession, generate, load, sample
+from hpcdist.training.generation import WindowDecoder, generate
+from hpcdist.training.inference import InspectionSession, load, sample
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -116,12 +117,23 @@ def test_each_rank_reads_only_its_share(text, monkeypatch):
 def test_sample_does_not_open_the_data(text):
     run, _, _ = train(text)
     text.unlink()
-    written = "".join(sample(run, "ab", 12, temperature=0.7, top_k=5, seed=3))
+    written = "".join(sample(run, ["ab"], 12, temperature=0.7, top_k=5, seed=3))
     assert written.startswith("ab") and written.endswith("\n") and len(written) > 3
-    assert written == "".join(sample(run, "ab", 12, temperature=0.7, top_k=5, seed=3))
+    assert written == "".join(sample(run, ["ab"], 12, temperature=0.7, top_k=5, seed=3))
     trained = load(solo(), run, recipes.load_stored(run / "recipe.toml"))
-    drawn = generate(trained.logits, np.frombuffer(b"ab", np.uint8), 12, 8, temperature=0.7, top_k=5, seed=3)
-    assert bytes([*b"ab", *drawn, *b"\n"]).decode("utf-8", "replace") == written
+    for decoder in (WindowDecoder(trained.logits, 8), trained.decoder(1)):
+        drawn = [token for _, token in generate(decoder, [b"ab"], 12, temperature=0.7, top_k=5, seed=3)]
+        assert bytes([*b"ab", *drawn, *b"\n"]).decode("utf-8", "replace") == written
+
+
+def test_several_samples_equal_single_samples_and_end_before_a_stop_text(text):
+    run, _, _ = train(text)
+    options = {"temperature": 0.0, "top_k": 0, "seed": 0}
+    singles = ["".join(sample(run, [prompt], 30, **options)) for prompt in ("ab", "dc ba", "c")]
+    assert "".join(sample(run, ["ab", "dc ba", "c"], 30, **options)) == "---\n".join(singles)
+    stop = next(character for character in singles[0][8:] if character.isascii())
+    end = singles[0].index(stop, 2)
+    assert "".join(sample(run, ["ab"], 30, stops=[stop, "never"], **options)) == singles[0][:end] + "\n"
 
 
 def test_mlp_inputs_are_known_without_the_data(text):
@@ -132,7 +144,7 @@ def test_mlp_inputs_are_known_without_the_data(text):
     hidden.rename(text)
     assert trained.validation_loss() == pytest.approx(loss, rel=1e-6)
     with pytest.raises(UsageError, match="only a gpt with the 256 byte tokens can generate text"):
-        next(sample(run, "ab", 1, temperature=1, top_k=0, seed=0))
+        next(sample(run, ["ab"], 1, temperature=1, top_k=0, seed=0))
 
 
 def test_other_data_is_rejected_on_every_rank(text):
@@ -163,8 +175,8 @@ def test_inspection_leaves_no_files(text, monkeypatch):
     assert folders(run) == ["checkpoints", "recorder"], "the records of the training stay alone"
     look.session.comm.barrier()  # operations after the record have nowhere to go, and do no harm
     with pytest.raises(UsageError, match="prompt is empty"):
-        next(sample(run, "", 1, temperature=1, top_k=0, seed=0))
-    parts = sample(run, "ab", 100, temperature=1, top_k=0, seed=0)
+        next(sample(run, [""], 1, temperature=1, top_k=0, seed=0))
+    parts = sample(run, ["ab"], 100, temperature=1, top_k=0, seed=0)
     assert next(parts) == "ab"
     parts.close()  # whoever reads has seen enough
     assert folders(run) == ["checkpoints", "recorder"]
@@ -216,9 +228,9 @@ def test_only_the_first_rank_of_a_job_prints(text, monkeypatch):
     run, _, _ = train(text)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    assert list(sample(run, "ab", 5, temperature=1, top_k=0, seed=0)) == []
+    assert list(sample(run, ["ab"], 5, temperature=1, top_k=0, seed=0)) == []
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert "".join(sample(run, "ab", 5, temperature=1, top_k=0, seed=0)).startswith("ab")
+    assert "".join(sample(run, ["ab"], 5, temperature=1, top_k=0, seed=0)).startswith("ab")
 
 
 def test_averaged_parameters_are_evaluated_and_exported(text):

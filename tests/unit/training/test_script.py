@@ -74,7 +74,7 @@ def test_script_steps_match_the_formulas(strategy, tmp_path, rng):
     with pytest.raises(UsageError, match=r"is defined in the script .* model\.factory"):
         inference.load(solo(), training.path, recipes.load_stored(training.path / "recipe.toml"))
     with pytest.raises(UsageError, match="is defined in the script that trained it; generate text in that script"):
-        list(inference.sample(training.path, "a", 1, temperature=1.0, top_k=0, seed=0))
+        list(inference.sample(training.path, ["a"], 1, temperature=1.0, top_k=0, seed=0))
 
 
 def test_script_run_resumes(tmp_path, rng):

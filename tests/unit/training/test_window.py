@@ -7,7 +7,7 @@ from harness.inputs import write_text
 from harness.trainings import check_training, recipe_keys, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.arena import Arena
-from hpcdist.training.inference import generate
+from hpcdist.training.generation import WindowDecoder, generate
 
 STEPS, WINDOW = 8, 7
 KEYS = recipe_keys(
@@ -60,7 +60,7 @@ def test_sampled_token_depends_on_the_windows_of_all_layers(text):
             logits.append(model.logits(model.bind(store), tokens, Arena())[0, -1].copy())
             return logits[-1][None, None]
 
-        list(generate(logits_of, prompt, 20, context, temperature=1.0, top_k=0, seed=5))
+        list(generate(WindowDecoder(logits_of, context), [prompt], 20, temperature=1.0, top_k=0, seed=5))
         return np.array(logits)
 
     whole = drawn(40)

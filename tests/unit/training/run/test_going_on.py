@@ -1,19 +1,23 @@
 """Messages of a training that did not complete: the command to resume, and the effects of a resume."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import assemble_trainer
+from harness.trainings import SMALL, assemble_trainer, losses, recipe_of, run_single_process, trainer_of
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.cli import run as run_command
 from hpcdist.comm.launch import exit_file
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.training import run_directory
 from hpcdist.training.recipe import recipe
 from hpcdist.training.run import job
 from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.saving import CheckpointSaver
 from hpcdist.training.run.stop_requests import StopRequests
 from hpcdist.training.run_directory import RunDirectory
 
@@ -123,6 +127,47 @@ def test_changed_number_of_steps_reports_the_new_learning_rate(text):
     reshaped = "run.steps was 20 and is 40, and optimizer.decay = 'cosine' ends there: the learning rate of step "
     assert results[0] == reshaped + "11 is 0.00264 instead of 0.00165"
     assert results[1].startswith(reshaped + "3 is ") and results[2:] == ["", "", ""]
+
+
+def test_changed_number_of_steps_reports_the_new_begin_of_the_decay(text):
+    def resume_texts(comm):
+        trainer = assemble_trainer(comm, text | {"optimizer.decay": "1-sqrt", "optimizer.decay_steps": 8})
+        return [
+            job._changed_rate_text(replace(trainer, first_step=first), steps)
+            for first, steps in ((10, 30), (35, 30), (10, 40))
+        ]
+
+    (results,) = run_threads(1, resume_texts)
+    changed = "run.steps was 30 and is 40, and optimizer.decay = '1-sqrt' ends there"
+    assert results[0] == f"{changed}: its 8 steps begin after step 32 instead of step 22"
+    assert results[1] == f"{changed}: the learning rate of step 36 is 0.00109 instead of 0.0003" and results[2] == ""
+
+
+def test_copied_checkpoint_starts_a_cool_down_branch(shared_text, tmp_path):
+    """The branch in another directory makes the steps of the run up to the checkpoint, and then its own decay."""
+    keys = SMALL | {"data.path": shared_text, "run.steps": 30, "precision.mode": "float64"}
+    keys |= {"optimizer.decay": "1-sqrt", "optimizer.decay_steps": 5, "optimizer.final_fraction": 0.0}
+    shorter, main, branch = keys | {"run.steps": 13}, tmp_path / "main", tmp_path / "branch"
+
+    def run_main(comm):
+        run_directory.prepare_run_directory(comm, recipe_of(keys), main, "auto", None)
+        trainer = trainer_of(comm, keys)
+        losses(trainer, 8)
+        return CheckpointSaver(trainer, main / "checkpoints").save(8)
+
+    def run_branch(comm):
+        run = run_directory.prepare_run_directory(comm, recipe_of(shorter), branch, "auto", None)
+        assert run.resume_from == branch / "checkpoints" / "step-8" and run.steps_before == 30
+        trainer = trainer_of(comm, shorter, run.resume_from)
+        return job._changed_rate_text(trainer, run.steps_before), losses(trainer, 13)
+
+    run_threads(2, run_main)
+    (branch / "checkpoints").mkdir(parents=True)
+    shutil.copy(main / "recipe.toml", branch)
+    shutil.copytree(main / "checkpoints" / "step-8", branch / "checkpoints" / "step-8")
+    (message, more), _ = run_threads(2, run_branch)
+    assert message.startswith("run.steps was 30 and is 13") and "step 9 is 0.00166 instead of 0.003" in message
+    np.testing.assert_allclose(more, run_single_process(shorter, 13).losses[8:], rtol=1e-12)
 
 
 def test_changed_learning_rate_suggests_init_from():
