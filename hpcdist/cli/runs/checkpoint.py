@@ -81,24 +81,31 @@ def export(path: Path, out: Path, optimizer: bool, averaged: bool, shard_bytes: 
 def import_(
     source: Path, run_dir: Path, recipe: Path | None, overrides: tuple[str, ...], step: int | None, as_json: bool
 ) -> None:
-    """Import IN, a safetensors file or a PyTorch state dict, as the first checkpoint of a run in DIR.
+    """Import IN, a safetensors file, a PyTorch state dict or a Hugging Face directory, as the first checkpoint of a run.
 
-    IN is a file, an index of several files, or a directory with either. No pickled code is executed. With --recipe,
+    The run is created in DIR. A Hugging Face directory has a config.json, from which the recipe of the run is made. Its
+    families are llama, mistral, qwen2, qwen3 and gpt2. Otherwise IN is a file, an index of several files, or a directory with either. No pickled code is executed. With --recipe,
     `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint export --optimizer`, `hpcdist train --resume
     auto` can resume from DIR.
     """
+    from hpcdist.checkpoint.convert import families
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
+    from hpcdist.training.recipe import recipe as recipes
+    from hpcdist.training.use_cases import import_checkpoint as imported_run
 
-    if overrides and recipe is None:
+    is_model = families.is_directory(source)
+    if overrides and recipe is None and not is_model:
         raise UsageError("--set changes keys of --recipe; add --recipe")
     inputs, keys = None, None
-    if recipe is not None:
-        from hpcdist.training.use_cases import import_checkpoint as imported_run
-
+    if recipe is not None and not is_model:
         with ForeignFile(source) as file:
             model_inputs = file.metadata.get("scalars", {}).get("model_inputs", {})
-            inputs, keys = imported_run.prepare_imported_run(run_dir, recipe, overrides, file.tensors, model_inputs)
-    imported = import_checkpoint(source, run_dir, step, inputs, keys)
+            loaded = recipes.load(recipe, overrides).recipe
+            inputs, keys = imported_run.prepare_imported_run(run_dir, loaded, file.tensors, model_inputs)
+    if is_model:
+        imported = imported_run.import_directory(source, run_dir, recipe, overrides, step)
+    else:
+        imported = import_checkpoint(source, run_dir, step, inputs, keys)
     if as_json:
         nbytes = sum(tensor.nbytes for tensor in imported.tensors)
         figures = jsonable(imported)
