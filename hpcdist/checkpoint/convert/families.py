@@ -354,16 +354,16 @@ def _gpt2_config(model: ModelConfig, context: int) -> dict[str, Any]:
     }
 
 
-def config_of(model: ModelConfig, context: int) -> dict[str, Any]:
-    """Return a ``config.json`` for ``model``, which the first family that has all of its features reads.
+def config_of(model: ModelConfig, context: int, preferred: str = "") -> dict[str, Any]:
+    """Return a ``config.json`` for ``model``, of the first family that has all features of the model.
 
-    ``context``: maximum number of tokens per sample. Raises ConfigurationError if no family fits.
+    ``context``: maximum number of tokens per sample. ``preferred``: family to try first. Raises ConfigurationError if
+    no family fits.
     """
     target = canonical(model, context)
     reasons: dict[str, list[str]] = {}
-    if model.rotary_scaling == "yarn":  # transformers 4.57 takes the factor from the ratio of both contexts
-        context = round(model.rotary_context * model.rotary_factor)
-    for name, family in FAMILIES.items():
+    for name in sorted(FAMILIES, key=lambda name: name != preferred):
+        family = FAMILIES[name]
         config = {"model_type": name, "architectures": [family.architecture], **family.written(target, context)}
         config = {key: value for key, value in config.items() if key in family.defaults or key in HARMLESS}
         try:

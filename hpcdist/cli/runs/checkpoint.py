@@ -34,33 +34,47 @@ def command() -> None:
 
 @command.command("export")
 @_PATH
-@click.argument("out", type=PATH)
+@click.argument("out")
 @click.option("--optimizer", is_flag=True, help="Also export what a training needs to resume, such as optimizer state.")
 @averaged_option
 @click.option("--shard-bytes", type=BYTE_SIZE, default="5G", help="Maximum size of each safetensors file.")
+@click.option("--replace", is_flag=True, help="Replace an existing Hugging Face directory, in one step.")
 @json_option
-def export(path: Path, out: Path, optimizer: bool, averaged: bool, shard_bytes: int, as_json: bool) -> None:
+def export(
+    path: Path, out: str, optimizer: bool, averaged: bool, shard_bytes: int, replace: bool, as_json: bool
+) -> None:
     """Write the parameters of the checkpoint PATH, or of a run's newest checkpoint, to OUT.
 
-    The suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict. If OUT is a
-    directory, the file is OUT/model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight, but
+    If OUT is a directory or ends in /, OUT becomes a Hugging Face directory with config.json, which transformers loads.
+    Otherwise the suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict. Without
+    a suffix, the file is OUT/model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight, but
     tensors of your own PyTorch model keep the module names. Every byte of the checkpoint is verified. The model may be
     larger than the memory. A PyTorch export needs twice the disk space.
     """
     from hpcdist.checkpoint import listing
-    from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
+    from hpcdist.checkpoint.convert import exporting, huggingface_export, safetensors, torch_state
 
-    checkpoint = listing.select(path)
+    checkpoint, target = listing.select(path), Path(out)
     loaded = listing.load_usable(checkpoint)
     tensors = exporting.tensors_to_export(loaded, optimizer, averaged)
-    out = out / "model.safetensors" if out.is_dir() or not out.suffix else out
-    if out.suffix == safetensors.SUFFIX:
-        files = safetensors.write(checkpoint, loaded, tensors, out, shard_bytes)
-    elif out.suffix in torch_state.SUFFIXES:
-        files = torch_state.write(checkpoint, loaded, tensors, out, nested=optimizer)
+    is_directory = target.is_dir() or out.endswith("/")
+    target = target if is_directory or target.suffix else target / "model.safetensors"
+    if (replace or is_directory) and (optimizer or not is_directory):
+        raise UsageError(
+            "--replace needs an OUT that is a directory or ends in /, and such a directory has no --optimizer state"
+        )
+    if is_directory:
+        from hpcdist.training.run_directory import plan_stored_export
+
+        plan = plan_stored_export(checkpoint, target, replace=replace, shard_bytes=shard_bytes)
+        files = huggingface_export.export_directory(plan, checkpoint, tensors)
+    elif target.suffix == safetensors.SUFFIX:
+        files = safetensors.write(checkpoint, loaded, tensors, target, shard_bytes)
+    elif target.suffix in torch_state.SUFFIXES:
+        files = torch_state.write(checkpoint, loaded, tensors, target, nested=optimizer)
     else:
         suffixes = ", ".join((safetensors.SUFFIX, *torch_state.SUFFIXES))
-        raise UsageError(f"{out}: unknown format {out.suffix!r}; the name must end with one of {suffixes}")
+        raise UsageError(f"{out}: unknown format {target.suffix!r}; the name must end with one of {suffixes}, or /")
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if as_json:
         figures: dict[str, Any] = {"checkpoint": str(checkpoint), "tensors": len(tensors), "bytes": nbytes}

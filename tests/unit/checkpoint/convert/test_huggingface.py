@@ -112,3 +112,31 @@ def test_imported_logits_equal_transformers(name, tmp_path, rng):
 @pytest.mark.parametrize("name", MODELS)
 def test_imported_logits_equal_transformers_in_float64(name, tmp_path, rng, exact):
     check_import(name, "float64", 1e-10, tmp_path, rng)
+
+
+def invoke(capsys, *arguments):
+    return call_command(capsys, "checkpoint", *map(str, arguments))
+
+
+def loaded(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_round_trip_keeps_every_bit_and_the_logits(name, dtype, tmp_path, rng, capsys):
+    model = new_model(name, dtype, seed=int(rng.integers(1 << 30)))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    assert invoke(capsys, "import", tmp_path / "model", tmp_path / "run")[0] == 0
+    code, output, _ = invoke(capsys, "export", tmp_path / "run", f"{tmp_path}/out/", "--shard-bytes", "20K", "--json")
+    assert code == 0 and str(tmp_path / "out/model.safetensors.index.json") in json.loads(output)["files"]
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    again, expected = loaded(tmp_path / "out").state_dict(), model.state_dict()
+    assert again.keys() == expected.keys()
+    for key, value in expected.items():
+        assert again[key].dtype == value.dtype and torch.equal(again[key], value), key
+    tokens = rng.integers(0, 97, (1, 9))
+    folders = tmp_path / "out", tmp_path / "model"
+    results = [logits_of_transformers(one.to(torch.float32), tokens) for one in map(loaded, folders)]
+    assert np.array_equal(*results)
