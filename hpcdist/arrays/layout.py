@@ -26,6 +26,7 @@ class TensorSpec:
     room: int = 0  # elements that every rank reserves for a split tensor: the largest shard
     stacked: int = 1  # number of equal tensors along dim 0, such as 3 for query, key and value
     expert: bool = False  # dim 0 counts experts; such tensors follow all other tensors of their layer
+    partial: bool = False  # each tensor rank computes a part of the gradient of this unsplit tensor
 
     @property
     def is_matrix(self) -> bool:
@@ -111,6 +112,11 @@ class Layout:
     def parameters(self) -> int:
         """Number of parameters of the whole model, without padding. A split tensor counts with its whole shape."""
         return sum(math.prod(segment.spec.whole or segment.spec.shape) for segment in self.segments)
+
+    @cached_property
+    def has_partial(self) -> bool:
+        """True if tensor ranks must sum the gradients of some tensors."""
+        return any(segment.spec.partial for segment in self.segments)
 
     @cached_property
     def units(self) -> dict[int, Range]:

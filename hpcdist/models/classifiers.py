@@ -116,6 +116,7 @@ class Convolution(DeclaredStage):
         self, layer: int, config: ModelConfig, picture: tuple[int, int, int], outputs: int, stride: int
     ) -> None:
         self.activation, self.norm, self.stride = config.activation, config.norm, stride
+        self.epsilon = config.norm_epsilon
         height, width, inputs = self.picture = picture
         self.shape = output_side(height, stride), output_side(width, stride), outputs
         specs = (
@@ -147,7 +148,7 @@ class Convolution(DeclaredStage):
             # The first layer also accepts integers, and x of shape (batch, height * width * channels).
             x = as_fractions(x, parameters["convolution.weight"].dtype, saved).reshape(-1, *self.picture)
         y = convolve(parameters, "convolution", x, self.stride, saved)
-        normal = operations.norm.forward(parameters, "norm", y, saved, kind=self.norm)
+        normal = operations.norm.forward(parameters, "norm", y, saved, kind=self.norm, epsilon=self.epsilon)
         return operations.activation.forward(normal, self.activation, saved)
 
     def backward(

@@ -122,32 +122,41 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
     )
 
 
-def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return the `UnitCounts` of a transformer block. ``documents``: query-key pairs of packed samples, or None."""
-    pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
-    hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
-    grouped = config.kv_width != hidden
+def block_counts(
+    config: ModelConfig, context: int, documents: DocumentPairs | None = None, block: int = 1
+) -> UnitCounts:
+    """Return the `UnitCounts` of a transformer block. ``documents``: query-key pairs of packed samples, or None.
+
+    ``block``: number of the block, which selects its window.
+    """
+    pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window_of(block))
+    hidden, query, keys = config.hidden, config.query_width, config.kv_width
+    wide, grouped = query + 2 * keys, config.separates_query
     half = _experts(config, context) if config.experts else _feed_forward(config, context, config.inner)
-    matrices = hidden * wide + hidden * hidden
-    biases = wide + hidden if config.bias else 0
+    matrices = hidden * wide + query * hidden
+    biases = wide * config.has_bias("qkv") + hidden * config.has_bias("projection")
     like = KeptArray(context * hidden)
-    columns: tuple[int, ...] = (hidden, wide - hidden) if grouped else (wide,)
+    columns: tuple[int, ...] = (query, wide - query) if grouped else (wide,)
     normal = like, KeptArray(norm_statistics(config) * context)
-    heads = *(KeptArray(context * width, cut=True) for width in columns), KeptArray(context * hidden, cut=True)
+    head_norms = _head_norms(config, context)
     sums = KeptArray(2 * config.heads * context, cut=True)
     return UnitCounts(
-        parameters=matrices + biases + 2 * norm_statistics(config) * hidden + half.parameters,
+        parameters=matrices + biases + 2 * norm_statistics(config) * hidden + half.parameters + head_norms.parameters,
         linear=2 * context * matrices + half.linear,
-        attention=round(4 * hidden * (pairs if documents is None else documents.seen)),
+        attention=round(4 * query * (pairs if documents is None else documents.seen)),
         kept=(
-            *(*normal, *heads, sums, like),
+            *normal,
+            *(KeptArray(context * width, cut=True) for width in columns),
+            *head_norms.kept,
+            *(KeptArray(context * query, cut=True), sums, like),
             *(*normal, *half.kept),
         ),
         scratch={
-            "linear.dx": Scratch(context * hidden, cut=True),
+            "linear.dx": Scratch(context * max(query, hidden), cut=True),
             **half.scratch,
             "attention.dqkv": Scratch(context * columns[0], cut=True),
             **({"attention.dkv": Scratch(context * columns[1], cut=True)} if grouped else {}),
+            **head_norms.scratch,
             **({"block.dquery": Scratch(context * hidden)} if grouped else {}),
             "attention.dots": Scratch(context * config.heads, cut=True),
             **_tile_scores(config, context),
@@ -156,11 +165,24 @@ def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | N
     )
 
 
+def _head_norms(config: ModelConfig, context: int) -> UnitCounts:
+    # Norms of query and key heads.
+    if config.query_key_norm == "none":
+        return UnitCounts(parameters=0)
+    query, keys, size = config.query_width, config.kv_width, config.head_width
+    widths = query, query // size, keys, keys, keys // size  # y and statistics; a copy of the keys first
+    return UnitCounts(
+        parameters=2 * size,
+        kept=tuple(KeptArray(context * width, cut=True) for width in widths),
+        scratch={"norm.dx": Scratch(context * query, cut=True), "block.dkeys": Scratch(context * keys, cut=True)},
+    )
+
+
 def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
     hidden, rises = config.hidden, 2 * inner if config.activation == "swiglu" else inner
     matrices = hidden * rises + inner * hidden
     return UnitCounts(
-        parameters=matrices + (rises + hidden if config.bias else 0),
+        parameters=matrices + (rises + hidden if config.has_bias("feed_forward") else 0),
         linear=2 * context * matrices,
         kept=(
             *(KeptArray(context * width, cut=True) for width in (rises, inner)),
@@ -216,7 +238,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
     at_a_time = (
         TILE // per_sample * per_sample or min(shared, max(1, TILE * shared // per_sample)) * per_sample // shared
     )
-    size = config.hidden // config.heads
+    size = config.head_width
     return {
         "attention.scores": Scratch(per_sample, at_a_time),
         "attention.gradients": Scratch(per_sample, at_a_time),
@@ -364,7 +386,7 @@ def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **siz
 def _transformer(config: ModelConfig, context: int, documents: DocumentPairs | None) -> tuple[UnitCounts, ...]:
     return (
         embedding_counts(config, context),
-        *[block_counts(config, context, documents)] * config.layers,
+        *(block_counts(config, context, documents, block) for block in range(1, config.layers + 1)),
         head_counts(config, context),
     )
 

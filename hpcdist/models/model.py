@@ -22,9 +22,10 @@ from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.documents import unpacked
 from hpcdist.models.layers.dropout import LocalDropout
-from hpcdist.models.layers.embedding import LocalCrossEntropy, LocalEmbedding, LocalPositions, LocalRotary
+from hpcdist.models.layers.embedding import LocalCrossEntropy, LocalEmbedding, LocalPositions
 from hpcdist.models.layers.linear import LocalActivation, LocalLinear
 from hpcdist.models.layers.norm import LocalNorm
+from hpcdist.models.layers.rotary import LocalRotary
 from hpcdist.models.stage import Draw, Operations, Parameters, Saved, Stage
 
 LOCAL: Final = Operations(

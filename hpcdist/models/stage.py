@@ -16,6 +16,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, Scalar, is_device
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import DataError
+from hpcdist.models.config import EPSILON, Rotation
 from hpcdist.models.documents import Documents
 from hpcdist.models.experts.router import RouterState
 
@@ -131,12 +132,12 @@ class PositionsOperation(Protocol):
 
 
 class RotaryOperation(Protocol):
-    """Interface of rotary position encodings of query and key heads; see `hpcdist.models.layers.embedding`."""
+    """Interface of rotary position encodings of query and key heads; see `hpcdist.models.layers.rotary`."""
 
-    def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+    def forward(self, x: Array, rotation: Rotation, rotated: int, saved: Saved) -> Array:
         """Rotate the heads in the first ``rotated`` columns of x, (batch, context, columns), in place. Return x."""
 
-    def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+    def backward(self, dx: Array, rotation: Rotation, rotated: int, saved: Saved) -> Array:
         """Rotate the gradients dx of the heads back, in place. Return dx. Other arguments are as for `forward`."""
 
 
@@ -150,9 +151,13 @@ class NormOperation(Protocol):
         x: Array,
         saved: Saved,
         kind: str = "layer",
+        epsilon: float = EPSILON,
         residual: Array | None = None,
     ) -> Array:
-        """Add ``residual``, if any, to x in place. Return the norm ``kind`` of x. Do not change x before backward."""
+        """Add ``residual``, if any, to x in place. Return the norm ``kind`` of x. Do not change x before backward.
+
+        ``epsilon``: number that is added to the variance or mean square.
+        """
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None

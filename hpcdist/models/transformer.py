@@ -14,6 +14,7 @@ from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers.dropout import DOWN, EMBEDDING, PROJECTION, fits_counter
+from hpcdist.models.layers.norm import LocalNorm
 from hpcdist.models.stage import (
     AttentionOptions,
     DeclaredStage,
@@ -88,20 +89,28 @@ class TransformerBlock(DeclaredStage):
     """Transformer block: attention and feed-forward layer, both after a norm and inside a residual connection."""
 
     def __init__(self, layer: int, config: ModelConfig, context: int, causal: bool) -> None:
-        self.head_size, self.dropout, self.causal = config.hidden // config.heads, config.dropout, causal
-        self.grouped = config.kv_width != config.hidden
-        self.rotary, self.norm, self.activation = config.positions == "rotary", config.norm, config.activation
+        self.rotation, self.dropout, self.causal = config.rotation, config.dropout, causal
+        self.grouped = config.separates_query
+        self.rotary, self.norm, self.activation = config.has_rotary(layer), config.norm, config.activation
         self._residual_deviation = INITIAL_DEVIATION / math.sqrt(2 * config.layers)
-        hidden, bias = config.hidden, config.bias
-        qkv = column_specs(layer, "qkv", hidden, 3, hidden, bias=bias)  # query, key, value, each sharded by heads
+        hidden, width, biased = config.hidden, config.query_width, config.has_bias("qkv")
+        qkv = column_specs(layer, "qkv", hidden, 3, width, bias=biased)  # query, key, value, each sharded by heads
         if self.grouped:
-            qkv = column_specs(layer, "query", hidden, hidden, bias=bias)
-            qkv += column_specs(layer, "kv", hidden, 2, config.kv_width, bias=bias)
+            qkv = column_specs(layer, "query", hidden, width, bias=biased)
+            qkv += column_specs(layer, "kv", hidden, 2, config.kv_width, bias=biased)
+        self.normed = config.query_key_norm == "head"
+        scales = [
+            TensorSpec(layer, f"{name}.scale", (config.head_width,), False, partial=True)
+            for name in ("query_norm", "key_norm")
+            if self.normed
+        ]
         self.config, self.mixed, self.shared = config, config.experts > 0, config.shared_experts > 0
+        self.window, self.epsilon = config.window_of(layer), config.norm_epsilon
         specs = (
             *norm_specs(layer, "norm1", hidden, config.norm),
             *qkv,
-            *row_specs(layer, "projection", hidden, hidden, bias=bias),
+            *scales,
+            *row_specs(layer, "projection", width, hidden, bias=config.has_bias("projection")),
             *norm_specs(layer, "norm2", hidden, config.norm),
             *_feed_forward_specs(layer, config),
         )
@@ -117,11 +126,13 @@ class TransformerBlock(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        normal = operations.norm.forward(parameters, "norm1", x, saved, kind=self.norm)
+        normal = operations.norm.forward(parameters, "norm1", x, saved, kind=self.norm, epsilon=self.epsilon)
         mixed = self._attention(parameters, normal, operations, saved)
         middle = operations.linear_row.forward(parameters, "projection", mixed, saved)
         middle = operations.dropout.forward(middle, self.dropout, PROJECTION, saved)
-        normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm, residual=x)  # middle += x
+        normal = operations.norm.forward(
+            parameters, "norm2", middle, saved, kind=self.norm, epsilon=self.epsilon, residual=x
+        )  # middle += x
         y = self._feed_forward(parameters, normal, operations, saved)
         y = operations.dropout.forward(y, self.dropout, DOWN, saved)
         y += middle
@@ -187,34 +198,57 @@ class TransformerBlock(DeclaredStage):
         return d
 
     def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
-        options: AttentionOptions = {"dropout": self.dropout, "causal": self.causal, "window": self.config.window}
+        linear, rotary, size = operations.linear_column, operations.rotary, self.rotation.size
+        options: AttentionOptions = {"dropout": self.dropout, "causal": self.causal, "window": self.window}
         if not self.grouped:
             qkv = linear.forward(parameters, "qkv", x, saved)
             if self.rotary:
-                rotary.forward(qkv, size, qkv.shape[-1] // 3 * 2, saved)
+                rotary.forward(qkv, self.rotation, qkv.shape[-1] // 3 * 2, saved)
             return operations.attention.forward(qkv, size, saved, **options)
         query, kv = linear.forward(parameters, "query", x, saved), linear.forward(parameters, "kv", x, saved)
+        if self.normed:
+            query = self._head_norm(parameters, "query_norm", query, saved)
+            keys = kv[..., : kv.shape[-1] // 2]
+            before = saved.empty("key_norm.keys", keys.shape, keys.dtype)
+            before[...] = keys
+            keys[...] = self._head_norm(parameters, "key_norm", before, saved)
         if self.rotary:
-            rotary.forward(query, size, query.shape[-1], saved)
-            rotary.forward(kv, size, kv.shape[-1] // 2, saved)
+            rotary.forward(query, self.rotation, query.shape[-1], saved)
+            rotary.forward(kv, self.rotation, kv.shape[-1] // 2, saved)
         options["kv"] = kv
         return operations.attention.forward(query, size, saved, **options)
+
+    def _head_norm(self, parameters: Parameters, name: str, x: Array, saved: Saved) -> Array:
+        heads = x.reshape(*x.shape[:-1], -1, self.rotation.size)
+        y = LocalNorm().forward(parameters, name, heads, saved, kind="rms", epsilon=self.epsilon)
+        return y.reshape(x.shape)
+
+    def _head_norm_backward(
+        self, parameters: Parameters, gradients: Gradients, name: str, dy: Array, saved: Saved
+    ) -> Array:
+        heads = dy.reshape(*dy.shape[:-1], -1, self.rotation.size)
+        return LocalNorm().backward(parameters, gradients, name, heads, saved, None).reshape(dy.shape)
 
     def _attention_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
+        linear, rotary = operations.linear_column, operations.rotary
         dqkv = operations.attention.backward(dy, saved)
         if not self.grouped:
             assert not isinstance(dqkv, tuple)
             if self.rotary:
-                rotary.backward(dqkv, size, dqkv.shape[-1] // 3 * 2, saved)
+                rotary.backward(dqkv, self.rotation, dqkv.shape[-1] // 3 * 2, saved)
             return linear.backward(parameters, gradients, "qkv", dqkv, saved)
         dquery, dkv = dqkv
         if self.rotary:
-            rotary.backward(dquery, size, dquery.shape[-1], saved)
-            rotary.backward(dkv, size, dkv.shape[-1] // 2, saved)
+            rotary.backward(dquery, self.rotation, dquery.shape[-1], saved)
+            rotary.backward(dkv, self.rotation, dkv.shape[-1] // 2, saved)
+        if self.normed:
+            dkeys = dkv[..., : dkv.shape[-1] // 2]
+            after = saved.scratch("block.dkeys", dkeys.shape, dkeys.dtype)
+            after[...] = dkeys
+            dkeys[...] = self._head_norm_backward(parameters, gradients, "key_norm", after, saved)
+            dquery = self._head_norm_backward(parameters, gradients, "query_norm", dquery, saved)
         by_query = linear.backward(parameters, gradients, "query", dquery, saved)
         from_query = saved.scratch("block.dquery", by_query.shape, by_query.dtype)
         from_query[...] = by_query  # the next linear backward overwrites the scratch array
@@ -224,7 +258,7 @@ class TransformerBlock(DeclaredStage):
 
 
 def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]:
-    hidden, bias = config.hidden, config.bias
+    hidden, bias = config.hidden, config.has_bias("feed_forward")
     gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
     if not config.experts:
         yield from column_specs(layer, "up", hidden, *gated, config.inner, bias=bias)
@@ -249,7 +283,7 @@ class LanguageModelHead(DeclaredStage):
     """Last stage of a transformer: a norm, and an output matrix that may be the tied token embedding table."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
-        self.norm, layer = config.norm, config.layers + 1
+        self.norm, self.epsilon, layer = config.norm, config.norm_epsilon, config.layers + 1
         norm = norm_specs(layer, "norm", config.hidden, config.norm)
         head = TensorSpec(layer, "head.weight", (config.vocabulary, config.hidden), cut=0)
         tied = {"head.weight": "0.tokens.weight"} if config.tied else {}
@@ -263,7 +297,7 @@ class LanguageModelHead(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name == "norm.scale" else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        normal = operations.norm.forward(parameters, "norm", x, saved, kind=self.norm)
+        normal = operations.norm.forward(parameters, "norm", x, saved, kind=self.norm, epsilon=self.epsilon)
         return operations.linear_column.forward(parameters, "head", normal, saved)
 
     def backward(

@@ -186,7 +186,7 @@ def operations(
         steps = insert_gathers(steps, traits.gathers, keep=traits.keeps_parameters)
     steps += copies.after_backward()
     plan = exchange.plan()
-    if parallel.sequence_parallel:
+    if parallel.tensor > 1 and context.layout.has_partial:
         plan.insert(plan.index(Operation(Kind.AGREE)), Operation(Kind.SUM_ROWS))
     merged = insert_exchange(steps, plan, context.ranges, every_microbatch=not traits.accumulates)
     if exchange.background is not None:

@@ -11,6 +11,8 @@ from hpcdist.strategies.schedule.registry import NAMES, SCHEDULES, check_schedul
 
 PARTITIONS: Final = ("parameters", "flops", "measured")
 DEFAULT_PARTITION: Final = "flops"
+# Settings with which tensor ranks have partial gradients of unsharded tensors.
+PARTIAL: Final = ("parallel.sequence_parallel", "model.query_key_norm=head with parallel.tensor>1")
 SUMMING: Final = ("allreduce", *STAGES, "parameter_server")  # strategies that sum gradients
 STRATEGIES: Final = (*SUMMING, *DECENTRALISED)
 CONTEXT_METHODS: Final = ("auto", "ring", "all_to_all")

@@ -21,7 +21,7 @@ from hpcdist.strategies.axis_rules import LOCK_STEP
 from hpcdist.strategies.compressed import rules as compressed
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.rules import BSP, COMPRESSED, IN_16_BITS, MIXING, SERVED, SHARDED
-from hpcdist.strategies.config import SUMMING
+from hpcdist.strategies.config import PARTIAL, SUMMING
 from hpcdist.strategies.data.config import OFFLOADED, STAGES, ZeroConfig
 from hpcdist.strategies.decentralised import config as decentralised
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig, own_steps
@@ -155,9 +155,12 @@ RULES: Final = (
         "run.noise_scale_every_steps with communication.delayed",
         "the sum of a step's gradients is known one step later",
     ),
-    rule(
-        "run.noise_scale_every_steps with parallel.sequence_parallel",
-        "gradients of norms and biases are summed over replicas before the tensor axis, so no replica has its own",
+    *(
+        rule(
+            f"run.noise_scale_every_steps with {term}",
+            "gradients of norms and biases are summed over replicas before the tensor axis, so no replica has its own",
+        )
+        for term in PARTIAL
     ),
     rule(
         "run.noise_scale_every_steps with data rank=1 where parallel.microbatches<2 with run.logical_shards<2",

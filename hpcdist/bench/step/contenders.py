@@ -20,7 +20,7 @@ from hpcdist.bench.step.results import StepSample, token_type
 from hpcdist.bench.timing import begin_torch_group
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MissingCapabilityError
-from hpcdist.models.layers.norm import EPSILON
+from hpcdist.models.config import EPSILON
 from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig

@@ -1,25 +1,17 @@
-"""Token embeddings, their positions, and the cross-entropy loss of predicted tokens.
-
-Positions are learned tables or rotations (RoPE; Su et al., arXiv:2104.09864).
-
-Rotary positions rotate the pairs (i, i + head_size / 2) of query and key heads, as in Llama: pair i at position t by
-the angle ``t THETA^(-2 i / head_size)``. With e = the machine epsilon of the dtype, errors are at most
-``2 e (|left| + |right|)`` of the pair, in float64 ``2 t e (|left| + |right|)``, because angles are float64.
+"""Token embeddings, learned positions, and the cross-entropy loss of predicted tokens.
 
 Cross entropy returns the loss in float64, and writes the gradient over the logits. Forward and backward each take one
-pass over the logits. The error of a gradient is at most ``32 e scale``. The error of a loss is at most ``8 e`` per
-token, plus ``8 e`` times the range of the logits.
+pass over the logits. With e = the machine epsilon of the dtype, the error of a gradient is at most ``32 e scale``. The
+error of a loss is at most ``8 e`` per token, plus ``8 e`` times the range of the logits.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
-from hpcdist.errors import ConfigurationError
-from hpcdist.models.documents import Documents
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.linear import add_to_rows, column_sums
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
@@ -99,85 +91,6 @@ for _dtype in SAMPLE_DTYPES:
     _block = np.ones((1, 2), _dtype)
     _gather.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))
     _add_rows.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))
-
-
-THETA: Final = 10000.0
-_tables: dict[tuple[int, Any, bool], Array] = {}  # (head size, dtype, on a GPU) -> table for the longest context
-_outgrown: list[Array] = []  # older tables, which CUDA graphs may still read
-
-
-class LocalRotary:
-    """Rotary encoding of positions in query and key heads. Positions count from the start of the document or sample."""
-
-    def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the first ``rotated`` columns of x, of shape (batch, context, columns), in place. Return x."""
-        # `rotated` must be a multiple of `head_size`. An odd `head_size` raises ConfigurationError.
-        if saved.documents is not None:
-            return turn_in_documents(x, head_size, rotated, saved.documents, 1)
-        return turn(x, rotated, rotary_table(x.shape[1], head_size, x), 1)
-
-    def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        if saved.documents is not None:
-            return turn_in_documents(dx, head_size, rotated, saved.documents, -1)
-        return turn(dx, rotated, rotary_table(dx.shape[1], head_size, dx), -1)
-
-
-def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Rotate the first ``rotated`` columns of x in place, by the position of each token in its document. Return x."""
-    turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
-    turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
-    return x
-
-
-def rotary_table(context: int, head_size: int, like: Array) -> Array:
-    """Return an array (context, head_size): row t has the cosines, then the sines, of the angles at position t."""
-    dtype = accumulation_dtype(like.dtype)
-    key = head_size, dtype, is_device(like)
-    table = _tables.get(key)
-    if table is None or table.shape[0] < context:
-        if head_size % 2:
-            raise ConfigurationError(
-                f"rotary positions need an even head size, got {head_size}; "
-                "choose model.heads so that model.hidden / model.heads is even, or model.positions = 'learned'"
-            )
-        xp = namespace(like)
-        longest = context if table is None else max(context, 2 * table.shape[0])
-        _outgrown.extend([] if table is None else [table])
-        frequency = THETA ** (-2.0 * xp.arange(head_size // 2, dtype=np.float64) / head_size)
-        angle = xp.arange(longest, dtype=np.float64)[:, None] * frequency[None, :]
-        table = _tables[key] = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1).astype(dtype)
-    return table[:context]
-
-
-def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Rotate the first ``rotated`` columns of x by the angles of the `rotary_table` ``turns``, in place. Return x."""
-    _, context, columns = x.shape
-    assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"
-    assert turns.shape[0] == context
-    if is_device(x):
-        cuda_kernels.rotate(x, rotated, turns, sign)
-    else:
-        _turn_rows(x, rotated, turns, x.dtype.type(sign))
-    return x
-
-
-@jit(fastmath={"contract"})
-def _turn_rows(x: Any, rotated: Any, turns: Any, sign: Any) -> None:
-    half = turns.shape[1] // 2
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            cosine, sine = turns[t, :half], turns[t, half:]
-            for head in range(0, rotated, 2 * half):
-                first, second = x[b, t, head : head + half], x[b, t, head + half : head + 2 * half]
-                for i in range(half):
-                    left, right = first[i], second[i]
-                    first[i] = left * cosine[i] - sign * right * sine[i]
-                    second[i] = right * cosine[i] + sign * left * sine[i]
-
-
-for _rotary_dtype in SAMPLE_DTYPES:
-    _cube = np.ones((1, 1, 2), _rotary_dtype)
-    _turn_rows.sample(lambda x=_cube: (x.copy(), 2, x[0], x.dtype.type(1)))
 
 
 class LocalCrossEntropy:

@@ -8,23 +8,21 @@ Upper bounds of the errors for up to a few thousand tokens, with e = machine eps
     dscale   ``4 e sum(|dy| far (1 + |n|))``
     dbias    ``4 e sum |dy|``
 
-Layer norm is ``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias``. RMS norm is ``y = x / sqrt(mean of squares +
-EPSILON) * scale``.
+Layer norm is ``y = (x - mean) / sqrt(variance + epsilon) * scale + bias``. RMS norm is ``y = x / sqrt(mean of squares +
+epsilon) * scale``.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
-from hpcdist.models.config import NORMS
+from hpcdist.models.config import EPSILON, NORMS
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
-
-EPSILON: Final = 1e-5
 
 
 class LocalNorm:
@@ -37,6 +35,7 @@ class LocalNorm:
         x: Array,
         saved: Saved,
         kind: str = "layer",
+        epsilon: float = EPSILON,
         residual: Array | None = None,
     ) -> Array:
         assert kind in NORMS, f"{prefix} is a norm of the kind {kind!r}; there are {', '.join(NORMS)}"
@@ -44,23 +43,23 @@ class LocalNorm:
         y = saved.empty(f"{prefix}.y", x.shape, x.dtype)
         saved.keep(f"{prefix}.x", x)
         saved.keep(f"{prefix}.kind", kind)
-        rows, out, epsilon = _rows(x), _rows(y), x.dtype.type(EPSILON)
+        rows, out, added = _rows(x), _rows(y), x.dtype.type(epsilon)
         shape = rows.shape[0], 1 if kind == "rms" else 2
         statistics = saved.empty(f"{prefix}.statistics", shape, accumulation_dtype(x.dtype))
         bias = None if kind == "rms" else parameters[f"{prefix}.bias"]
         if is_device(x):
             addend = None if residual is None else _rows(residual)
             if bias is None:
-                cuda_kernels.rms(rows, scale, epsilon, out, statistics, addend)
+                cuda_kernels.rms(rows, scale, added, out, statistics, addend)
             else:
-                cuda_kernels.norm(rows, scale, bias, epsilon, out, statistics, addend)
+                cuda_kernels.norm(rows, scale, bias, added, out, statistics, addend)
             return y
         if residual is not None:
             x += residual
         if bias is None:
-            _rms(rows, scale, epsilon, out, statistics)
+            _rms(rows, scale, added, out, statistics)
         else:
-            _forward(rows, scale, bias, epsilon, out, statistics)
+            _forward(rows, scale, bias, added, out, statistics)
         return y
 
     def backward(

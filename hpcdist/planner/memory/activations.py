@@ -128,12 +128,13 @@ def _published(
 def _published_block(shape: TransformerShape, tokens: float, size: int) -> BlockActivations:
     # The formulas of arXiv:2205.05198. ``size``: bytes per element.
     hidden, wide, often = shape.hidden, inner(shape), shape.experts_per_token
-    kv = (shape.kv_heads or shape.heads) * hidden // shape.heads
+    width = shape.head_size or hidden // shape.heads
+    query, kv = shape.heads * width, (shape.kv_heads or shape.heads) * width
     rises = 2 * wide if shape.gated else wide
     masks = 2 * MASK * hidden if shape.dropout else 0  # after attention and feed-forward
     routed = 1 + often if shape.experts > 1 else 1  # the router's input, and a copy per expert
     norms, inputs = 2 * size * hidden, (1 + routed) * size * hidden
-    heads = size * (hidden + 2 * kv) + size * hidden  # query, key and value; input of the projection
+    heads = size * (query + 2 * kv) + size * query  # query, key and value; input of the projection
     forward = often * size * (rises + wide)  # inputs of the activation and of the second linear
     dropped = MASK + size if shape.dropout else 0
     scores = shape.heads * shape.context * (size + dropped)  # per token: softmax, mask, dropped softmax
@@ -143,7 +144,7 @@ def _published_block(shape: TransformerShape, tokens: float, size: int) -> Block
         scores=tokens * scores,
         # Gradients of outputs: sharded for query, key, value and first linear; replicated for both residual branches.
         held_between=tokens * (inputs + 2 * size * hidden),
-        held_cut=tokens * (2 * size * hidden + 2 * size * kv + often * size * (wide + rises)),
+        held_cut=tokens * (2 * size * query + 2 * size * kv + often * size * (wide + rises)),
     )
 
 

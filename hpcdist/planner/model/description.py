@@ -71,7 +71,10 @@ class TransformerShape:
     vocabulary: int
     context: int
     kv_heads: int = 0
+    head_size: int = 0
+    query_key_norm: str = "none"
     window: int = 0
+    window_layers: str = ""
     feed_forward: int = 0
     gated: bool = False  # the feed-forward has three matrices (SwiGLU)
     experts: int = 1  # feed-forwards per block
@@ -81,6 +84,7 @@ class TransformerShape:
     positions: str = "learned"
     norm: str = "layer"
     bias: bool = True
+    biased: str = "all"
     causal: bool = True
     dropout: float = 0.0
 

@@ -1,10 +1,11 @@
 """Count the units of a transformer: parameters, matrix products, attention and memory traffic of each block.
 
-For a sample of s tokens, a block of width h, k columns of keys, inner width f, and f' = 2 f if gated, else f:
+For a sample of s tokens, a block of width h, q columns of queries, k columns of keys, inner width f, and f' = 2 f if
+gated, else f:
 
-    products    (s, h) x (h, h + 2 k), (s, h) x (h, h), (s, h) x (h, f'), (s, f) x (f, h)
+    products    (s, h) x (h, q + 2 k), (s, q) x (q, h), (s, h) x (h, f'), (s, f) x (f, h)
     moved       two norms 4 s h, two residual sums 6 s h, the activation s (f' + f), rotary queries and keys
-                2 s (h + k), dropout 2 s h each
+                2 s (q + k), their norms as much, dropout 2 s h each
     parameters  as in `hpcdist.models.counts`; e experts add a router of h e and e feed-forwards
 
 Each elementwise operation counts as one kernel that reads its inputs and writes its output once. The last two products
@@ -39,7 +40,7 @@ STORED_BYTES: Final = 4  # per feature
 # Fields that TransformerShape and ModelConfig share.
 _COMMON: Final = (
     *("layers", "hidden", "heads", "vocabulary", "tied", "dropout", "positions", "norm", "kv_heads", "window", "bias"),
-    "shared_experts",
+    *("head_size", "query_key_norm", "window_layers", "biased", "shared_experts"),
 )
 
 
@@ -158,26 +159,29 @@ def _embedding(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
 
 def _block(shape: TransformerShape, config: ModelConfig, documents: counts.DocumentPairs | None) -> ModelUnit:
     hidden, tokens, wide = shape.hidden, shape.context, inner(shape)
-    kv = config.kv_width
+    kv, query = config.kv_width, config.query_width
     rises = 2 * wide if shape.gated else wide
     routed = shape.experts, shape.experts_per_token / shape.experts
     router = (ProductShape(tokens, hidden, shape.experts),) if shape.experts > 1 else ()
-    expert = hidden * rises + wide * hidden + (rises + hidden if shape.bias else 0)
-    expert_cut = hidden * rises + wide * hidden + (rises if shape.bias else 0)
-    attention_cut = hidden * (hidden + 2 * kv) + hidden * hidden + (hidden + 2 * kv if shape.bias else 0)
+    biased = config.has_bias("feed_forward")
+    expert = hidden * rises + wide * hidden + (rises + hidden if biased else 0)
+    expert_cut = hidden * rises + wide * hidden + (rises if biased else 0)
+    attention_cut = hidden * (query + 2 * kv) + query * hidden + (query + 2 * kv) * config.has_bias("qkv")
+    normed = config.query_key_norm != "none"
     rest = (
-        (hidden if shape.bias else 0)
+        hidden * config.has_bias("projection")
         + 2 * counts.norm_statistics(config) * hidden
+        + 2 * config.head_width * normed
         + hidden * shape.experts * bool(router)
     )
     dropped = 4 if shape.dropout else 0
-    turned = 2 * (hidden + kv) if shape.positions == "rotary" else 0
+    turned = 2 * (query + kv) * ((shape.positions == "rotary") + normed)
     shared = shape.shared_experts
     common = (
         ProductShape(tokens, hidden, shared * rises, "columns"),
         ProductShape(tokens, shared * wide, hidden, "inner"),
     )
-    rest += hidden if shared and shape.bias else 0
+    rest += hidden if shared and biased else 0
     attention_cut += shared * (expert_cut if shared else 0)
     often = shape.experts_per_token + shared
     return ModelUnit(
@@ -187,8 +191,8 @@ def _block(shape: TransformerShape, config: ModelConfig, documents: counts.Docum
         cut_parameters=attention_cut + shape.experts * expert_cut,
         expert_parameters=shape.experts * expert if shape.experts > 1 else 0,
         products=(
-            ProductShape(tokens, hidden, hidden + 2 * kv, "columns"),
-            ProductShape(tokens, hidden, hidden, "inner"),
+            ProductShape(tokens, hidden, query + 2 * kv, "columns"),
+            ProductShape(tokens, query, hidden, "inner"),
             *router,
             ProductShape(tokens, hidden, rises, "columns", *routed),
             ProductShape(tokens, wide, hidden, "inner", *routed),
@@ -197,10 +201,10 @@ def _block(shape: TransformerShape, config: ModelConfig, documents: counts.Docum
         attention=AttentionShape(
             heads=shape.heads,
             kv_heads=shape.kv_heads or shape.heads,
-            size=hidden // shape.heads,
+            size=config.head_width,
             context=tokens,
-            pairs=documents.seen if documents else attention_pairs(tokens, causal=shape.causal, window=shape.window),
-            window=shape.window,
+            pairs=documents.seen if documents else _mean_pairs(config, tokens),
+            window=0 if shape.window_layers else shape.window,
             within=documents.every if documents else 0.0,
         ),
         moved=tokens * ((10 + dropped) * hidden + turned + often * (rises + wide)),
@@ -208,6 +212,15 @@ def _block(shape: TransformerShape, config: ModelConfig, documents: counts.Docum
         kernels=12 + (2 if shape.dropout else 0) + (1 if turned else 0) + (3 if router else 0),
         counted=counts.block_counts(config, tokens, documents),
     )
+
+
+def _mean_pairs(config: ModelConfig, tokens: int) -> int:
+    # Query-key pairs of a block, as a mean over the blocks.
+    windows = [config.window_of(block) for block in range(1, config.layers + 1)] if config.window_layers else []
+    pairs = [
+        attention_pairs(tokens, causal=config.kind == "gpt", window=window) for window in windows or [config.window]
+    ]
+    return round(sum(pairs) / len(pairs))
 
 
 def _head(shape: TransformerShape, config: ModelConfig) -> ModelUnit:

@@ -10,7 +10,7 @@ from typing import Final
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, Rule, each_of, other_than, rule
 from hpcdist.strategies.compressed import config
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.config import SUMMING
+from hpcdist.strategies.config import PARTIAL, SUMMING
 from hpcdist.strategies.data.config import STAGES
 
 PUSHED: Final = (*config.QUANTISED, *config.SPARSE)  # compressors whose payloads a server can decode
@@ -132,9 +132,12 @@ RULES: Final = (
     ),
     rule(f"{COMPRESSED} with run.logical_shards", "bits would depend on the compression errors of each rank"),
     rule(f"{COMPRESSED} with run.noise_scale_every_steps", "compression errors would count as noise of the data"),
-    rule(
-        f"{COMPRESSED} with parallel.sequence_parallel",
-        "partial gradients would be compressed before they are summed over the tensor axis",
+    *(
+        rule(
+            f"{COMPRESSED} with {term}",
+            "partial gradients would be compressed before they are summed over the tensor axis",
+        )
+        for term in PARTIAL
     ),
     rule(f"{IN_64_BITS} with {COMPRESSED}", ENCODED),
     rule(

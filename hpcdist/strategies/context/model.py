@@ -16,10 +16,12 @@ from hpcdist.adapters.torch.stage import TorchStage
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.tiles import Pieces
+from hpcdist.models.config import Rotation
 from hpcdist.models.experts.mixture import LocalExperts, WholeSamples
 from hpcdist.models.layers.dropout import LocalDropout, mask
-from hpcdist.models.layers.embedding import LocalPositions, rotary_table, turn, turn_in_documents
+from hpcdist.models.layers.embedding import LocalPositions
 from hpcdist.models.layers.linear import add_to_rows, column_sums
+from hpcdist.models.layers.rotary import rotary_table, turn, turn_in_documents
 from hpcdist.models.model import Model
 from hpcdist.models.stage import AttentionOperation, Gradients, Parameters, Saved
 from hpcdist.models.transformer import TokenEmbedding
@@ -62,20 +64,20 @@ class PieceRotary:
         self._axis = axis
         self._tables: dict[object, Array] = {}
 
-    def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+    def forward(self, x: Array, rotation: Rotation, rotated: int, saved: Saved) -> Array:
         if saved.documents is not None:
-            return turn_in_documents(x, head_size, rotated, saved.documents, 1)
-        return turn(x, rotated, self._table(head_size, x), 1)
+            return turn_in_documents(x, rotation, rotated, saved.documents, 1)
+        return turn(x, rotated, self._table(rotation, x), 1)
 
-    def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+    def backward(self, dx: Array, rotation: Rotation, rotated: int, saved: Saved) -> Array:
         if saved.documents is not None:
-            return turn_in_documents(dx, head_size, rotated, saved.documents, -1)
-        return turn(dx, rotated, self._table(head_size, dx), -1)
+            return turn_in_documents(dx, rotation, rotated, saved.documents, -1)
+        return turn(dx, rotated, self._table(rotation, dx), -1)
 
-    def _table(self, head_size: int, like: Array) -> Array:
-        key = head_size, like.dtype, is_device(like)
+    def _table(self, rotation: Rotation, like: Array) -> Array:
+        key = rotation, like.dtype, is_device(like)
         if key not in self._tables:
-            self._tables[key] = self._axis.rows(rotary_table(self._axis.context, head_size, like))
+            self._tables[key] = self._axis.rows(rotary_table(self._axis.context, rotation, like))
         return self._tables[key]
 
 

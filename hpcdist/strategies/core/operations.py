@@ -110,7 +110,7 @@ class Kind(Enum):
     PULL = "pull"  # (range): on a worker, receive new parameters
     COPY_GRADIENT = "copy_gradient"  # send the gradient of a tied tensor's copy to the stage that owns the tensor
     COPY_VALUE = "copy_value"  # send the new value of a tied tensor to its copy
-    SUM_ROWS = "sum_rows"  # sum gradients of unsharded tensors over the tensor axis (sequence parallelism)
+    SUM_ROWS = "sum_rows"  # sum partial gradients of unsharded tensors over the tensor axis
     AGREE = "agree"  # agree on loss, norm, overflow and stop requests; comes after every REDUCE
     COMPRESS = "compress"  # (range): exchange gradient payloads, after AGREE
     DIRECTION = "direction"  # (range): turn gradients into update directions; fused optimizers do this in APPLY

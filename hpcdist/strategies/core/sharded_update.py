@@ -50,8 +50,9 @@ def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: 
 
 
 def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
-    """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
-    ranges = unsharded_ranges(gradients.layout, parts)
+    """Sum partial gradients in the flat ranges ``parts`` over the tensor axis ``comm``, in one message. Collective."""
+    within = gradients.layout.within
+    ranges = [touched for part in parts for segment, touched in within(part) if segment.spec.partial]
     on = "gpu" if backend.is_device(gradients.array) else "cpu"
     message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
     if not message.size:
@@ -149,7 +150,7 @@ class ShardedUpdate:
         self._norms = exact.rounded(norms) if self._exactly else norms
 
     def sum_rows(self, op: Operation) -> None:
-        """Sum the gradients of tensors that the tensor axis does not shard. Collective over the tensor axis."""
+        """Sum the partial gradients of tensors that the tensor axis does not shard. Collective over the tensor axis."""
         sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:

@@ -343,15 +343,15 @@ def _embedding(model: Model, stage: Stage) -> SampleCounts:
 def _block(model: Model, stage: Stage) -> SampleCounts:
     assert isinstance(stage, TransformerBlock)
     _, context, hidden = stage.output_shape(1)
-    unit = counts.block_counts(stage.config, context)
+    unit = counts.block_counts(stage.config, context, block=stage.layer)
     experts = counts.routed_flops(stage.config, context)  # experts and router have one backward pass
     # Inputs of its linear layers and gradients of their outputs: four along the residual (two if the second half has
     # experts only), and the arrays between the sharded layers.
     rest = (unit.linear - experts) // (2 * context * hidden)  # columns of matrices that are not on the residual
     along = 2 if stage.mixed and not stage.shared else 4
     held = KeptArray(along * context * hidden), KeptArray(context * rest, cut=True)
-    scores = attention_scores(context, stage.config.window) if stage.causal else context * context
-    return SampleCounts(unit=unit, held=held, products=4 * hidden * scores, joint_linear=experts)
+    scores = attention_scores(context, stage.window) if stage.causal else context * context
+    return SampleCounts(unit=unit, held=held, products=4 * stage.config.query_width * scores, joint_linear=experts)
 
 
 def _head(model: Model, stage: Stage) -> SampleCounts:

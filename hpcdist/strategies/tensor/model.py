@@ -268,7 +268,11 @@ class CutStage(WrappedStage):
 
     # If activations are sharded by tokens, gradients of unsharded tensors are partial until `sum_gradients`.
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
-        super().__init__(inner, (local_part(spec, borders.axis.comm) for spec in inner.tensors()))
+        specs = [
+            replace(local_part(spec, borders.axis.comm), partial=spec.partial or (borders.by_rows and spec.cut is None))
+            for spec in inner.tensors()
+        ]
+        super().__init__(inner, specs)
         self._borders, self._classes = borders, classes
 
     def output_shape(self, samples: int) -> tuple[int, ...]:

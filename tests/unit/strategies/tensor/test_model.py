@@ -33,9 +33,22 @@ def check_tensor_parallel(config, ranks, by_rows):
     Recipe(model=config, data=DataConfig(context=CONTEXT), parallel=parallel)
 
 
-def build_model(ranks, tied=False, dtype="float64"):
+QUERY_KEY_NORM = {
+    "norm": "rms",
+    "positions": "rotary",
+    "query_key_norm": "head",
+    "biased": "qkv",
+    "rotary_layers": "2",
+    "activation": "swiglu",
+    "norm_epsilon": 1e-3,
+    "window": 3,
+    "window_layers": "1",
+}
+
+
+def build_model(ranks, tied=False, dtype="float64", **fields):
     heads = 6 if ranks == 3 else 4
-    config = ModelConfig(layers=2, hidden=4 * heads, heads=heads, vocabulary=37, tied=tied)
+    config = ModelConfig(layers=2, hidden=4 * heads, heads=heads, vocabulary=37, tied=tied, **fields)
     check_tensor_parallel(config, ranks, True)
     return models.build(config, dtype, context=CONTEXT)
 
@@ -98,16 +111,26 @@ def pieces(store, parts=(WHOLE,)):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_loss_and_gradients_match_the_whole_model(ranks, tied, by_rows, split, rng):
+    check_gradients(ranks, tied, by_rows, split, rng, {})
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 2), (3, 3)])
+def test_gradients_of_head_norms_match_the_whole_model(ranks, kv_heads, by_rows, rng):
+    check_gradients(ranks, False, by_rows, False, rng, {**QUERY_KEY_NORM, "kv_heads": kv_heads, "head_size": 6})
+
+
+def check_gradients(ranks, tied, by_rows, split, rng, fields):
+    """Check losses and gradients of a tensor-parallel model against the whole model."""
     result, seed = batches(rng), int(rng.integers(1 << 30))
-    whole = build_model(ranks, tied)
+    whole = build_model(ranks, tied, **fields)
     losses, gradient = step(whole, seed, result)
 
     def body(comm):
-        model = cut_model(build_model(ranks, tied), comm, sequence_parallel=by_rows)
+        model = cut_model(build_model(ranks, tied, **fields), comm, sequence_parallel=by_rows)
         assert model.layout.size <= whole.layout.size / comm.size + 2000
         mine, local_data = step(model, seed, result, split=split)
-        if by_rows:
-            sum_gradients(local_data, local_data.parts, comm, "native")
+        sum_gradients(local_data, local_data.parts, comm, "native")
         return mine, {
             segment.key: (segment.spec, local_data.view(segment.key).copy()) for segment in model.layout.segments
         }
@@ -247,8 +270,7 @@ def test_transformer_options_match_the_whole_model(options, by_rows, split, rng)
     def body(comm):
         model = cut_model(models.build(config, "float64", context=CONTEXT), comm, sequence_parallel=by_rows)
         mine, local_data = step(model, seed, result, split=split)
-        if by_rows:
-            sum_gradients(local_data, local_data.parts, comm, "native")
+        sum_gradients(local_data, local_data.parts, comm, "native")
         return mine, {
             segment.key: (segment.spec, local_data.view(segment.key).copy()) for segment in model.layout.segments
         }
