@@ -174,7 +174,9 @@ def _require(config: Mapping[str, Any], key: str, *values: Any) -> Any:
 
 
 def _llama_keys(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden, layers = (_number(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    heads, hidden, layers = (
+        _number(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
     _require(config, "hidden_act", "silu", "swish")
     attention, feed_forward = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     biased = {(True, True): "all", (True, False): "attention", (False, True): "feed_forward"}

@@ -62,8 +62,10 @@ class MappedTensor:
         where = runs(self.shape, box, flat)
         columns = self.shape[-1] if self.stack.transposed else 1
         for start, local, size in _joined(where.start, where.local, where.size, columns):
-            yield from self._transposed(start, local, size) if self.stack.transposed else self._plain(
-                start, local, size[0] * size[1]
+            yield from (
+                self._transposed(start, local, size)
+                if self.stack.transposed
+                else self._plain(start, local, size[0] * size[1])
             )
 
     def _plain(self, start: int, local: int, size: int) -> Iterator[Region]:
@@ -207,7 +209,9 @@ class HuggingFaceDirectory(ForeignFile):
             out[region.local] = values
         if not np.isfinite(out).all():
             names = ", ".join(self.mapped[name].stack.names)
-            raise StorageError(f"{self.directory}: a value of {names} is NaN or infinite; use another copy of the model")
+            raise StorageError(
+                f"{self.directory}: a value of {names} is NaN or infinite; use another copy of the model"
+            )
 
     def _check(self, whole: bool) -> list[str]:
         # Returns the names of ignored tensors.
@@ -219,7 +223,9 @@ class HuggingFaceDirectory(ForeignFile):
             for name in mapped.stack.names:
                 number, shape = left.pop(name, None), mapped.stack.shape
                 if number is None:
-                    raise StorageError(f"{self.directory} lacks the tensor {name} of shape {list(shape)}; copy it again")
+                    raise StorageError(
+                        f"{self.directory} lacks the tensor {name} of shape {list(shape)}; copy it again"
+                    )
                 stored = self._stored[number]
                 if stored.shape != shape or stored.dtype not in FLOATS:
                     raise StorageError(

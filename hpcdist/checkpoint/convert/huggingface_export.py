@@ -87,9 +87,7 @@ class ExportPlan:
         groups = safetensors.split_into_files(tensors, self.shard_bytes)
         count = len(groups)
         names = [SINGLE] if count == 1 else [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
-        return {
-            name: safetensors.header(group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)
-        }
+        return {name: safetensors.header(group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)}
 
     def check_target(self) -> None:
         """Raise StorageError if the target exists and must not be replaced, or cannot be replaced. Local."""
@@ -112,7 +110,7 @@ class ExportPlan:
             folder.mkdir()
             if self.settings is not None:
                 copy_settings(self.settings, folder)
-            ends = {key: self.config[key] for key in ("bos_token_id", "eos_token_id") if key in self.config}
+            ends: dict[str, Any] = {key: self.config[key] for key in ("bos_token_id", "eos_token_id") if key in self.config}
             if not (folder / "generation_config.json").exists():
                 _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
             _write_json(folder / families.CONFIG, self.config)

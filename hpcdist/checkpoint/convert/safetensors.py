@@ -202,7 +202,9 @@ class SafetensorsReader:
         except ValueError as error:
             raise ValueError(f"{file.name}: {error}") from error
         if missing := sorted(set(listed or ()) - set(locations)):
-            raise ValueError(f"{file.name} has no tensor {missing[0]}, which the index lists there; copy the file again")
+            raise ValueError(
+                f"{file.name} has no tensor {missing[0]}, which the index lists there; copy the file again"
+            )
         if listed is not None:
             self.left_out += [name for name in locations if name not in listed]
             locations = {name: location for name, location in locations.items() if name in listed}
