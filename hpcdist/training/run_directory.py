@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.convert import families
 from hpcdist.checkpoint.convert.huggingface import SETTINGS
-from hpcdist.checkpoint.convert.huggingface_export import ExportPlan, export_dtype
+from hpcdist.checkpoint.convert.huggingface_export import ExportPlan
 from hpcdist.checkpoint.convert.safetensors import SHARD_BYTES
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
@@ -113,8 +114,10 @@ def plan_export(
     origin = Path(recipe.run.init_from) if recipe.run.init_from else run_dir
     folders = (run_dir / SETTINGS, origin, origin / SETTINGS)
     settings = next((folder for folder in folders if families.is_directory(folder)), None)
-    dtype = export_dtype(settings, recipe.precision.mode)
-    return ExportPlan(target, recipe.model, recipe.data.context, dtype, settings, replace, shard_bytes)
+    config = {} if settings is None else families.read_config(settings)
+    dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    dtype = dtype if dtype in FLOATS else recipe.precision.mode
+    return ExportPlan(target, recipe.model, recipe.data.context, dtype, settings, config, replace, shard_bytes)
 
 
 def plan_stored_export(checkpoint: Path, target: Path, *, replace: bool, shard_bytes: int) -> ExportPlan:

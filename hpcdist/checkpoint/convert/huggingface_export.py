@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -21,13 +21,14 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays.dtypes import FLOATS, dtype_of
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.piece import Box, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.convert import families, safetensors
 from hpcdist.checkpoint.convert.exporting import piece_in_file
 from hpcdist.checkpoint.convert.huggingface import INDEX, SINGLE, MappedTensor, copy_settings, mapped_tensors
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.manifest import Slot
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import pwrite_all
@@ -41,10 +42,11 @@ _EXCHANGE: Final = 2  # flag of renameat2: exchange two paths atomically
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Plan of an exported directory, equal on all ranks. ``settings``: directory with tokenizer and settings, or None.
+    """Plan of an exported directory, equal on all ranks.
 
-    ``context``: tokens per sample of the model. ``dtype``: type of the exported tensors. ``replace``: True to replace
-    an existing target.
+    ``context``: tokens per sample of the model. ``dtype``: type of the exported tensors. ``settings``: directory with
+    the files of the tokenizer, or None. ``origin``: content of the ``config.json`` in this directory. ``replace``: True
+    to replace an existing target.
     """
 
     target: Path
@@ -52,6 +54,7 @@ class ExportPlan:
     context: int
     dtype: str = "float32"
     settings: Path | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
     replace: bool = False
     shard_bytes: int = safetensors.SHARD_BYTES
 
@@ -63,9 +66,7 @@ class ExportPlan:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Content of ``config.json``: the settings of the imported model, with the keys of this model."""
-        origin: dict[str, Any] = {}
-        if self.settings is not None and families.is_directory(self.settings):
-            origin = families.read_config(self.settings)
+        origin = self.origin
         context = families.context_of(origin) if origin and self.model.positions == "rotary" else self.context
         config = families.config_of(self.model, context, origin.get("model_type", ""))
         kept = origin if origin.get("model_type") == config["model_type"] else {}
@@ -89,8 +90,9 @@ class ExportPlan:
         names = [SINGLE] if count == 1 else [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
         return {name: safetensors.header(group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)}
 
-    def check_target(self) -> None:
-        """Raise StorageError if the target exists and must not be replaced, or cannot be replaced. Local."""
+    def check(self) -> None:
+        """Raise StorageError if the target cannot be written, and ConfigurationError if no family fits. Local."""
+        assert self.files
         if os.path.lexists(self.target) and not self.replace:
             raise StorageError(f"{self.target} exists already; choose another directory, or add --replace")
         is_model = families.is_directory(self.target) and not self.target.is_symlink()
@@ -102,7 +104,7 @@ class ExportPlan:
 
     def prepare(self) -> None:
         """Create the temporary directory with all files. Rank 0 only. Raises StorageError."""
-        self.check_target()
+        self.check()
         folder = self.temporary
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,9 @@ class ExportPlan:
             folder.mkdir()
             if self.settings is not None:
                 copy_settings(self.settings, folder)
-            ends: dict[str, Any] = {key: self.config[key] for key in ("bos_token_id", "eos_token_id") if key in self.config}
+            ends: dict[str, Any] = {
+                key: self.config[key] for key in ("bos_token_id", "eos_token_id") if key in self.config
+            }
             if not (folder / "generation_config.json").exists():
                 _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
             _write_json(folder / families.CONFIG, self.config)
@@ -135,7 +139,7 @@ class ExportPlan:
                 _sync_file(path)
             atomic.sync(self.temporary)
             if os.path.lexists(self.target):
-                self.check_target()
+                self.check()
                 _exchange(self.temporary, self.target)
                 shutil.rmtree(self.temporary, ignore_errors=True)
             else:
@@ -189,6 +193,46 @@ class ExportWriter:
             os.close(self._open.popitem()[1])
 
 
+class CheckpointExport:
+    """Export of ``plan`` from the data of a checkpoint that is being saved. See `two_phase.Export`."""
+
+    def __init__(self, plan: ExportPlan) -> None:
+        self._plan, self._writer, self._error = plan, ExportWriter(plan), ""
+
+    def prepare(self) -> None:
+        try:
+            self._plan.prepare()
+        except StorageError as error:
+            self._error = str(error)
+
+    def write(self, slot: Slot, start: int, block: np.ndarray) -> None:
+        if slot.kind != PARAMETERS or self._error:
+            return
+        values = block.view(dtype_of(slot.dtype))
+        try:
+            self._writer.write(slot.tensor, slot.box, Range(start, start + values.size), values)
+        except OSError as error:
+            self._error = str(_storage_error(self._plan.target, error))
+
+    def finish(self) -> str:
+        try:
+            self._writer.finish()
+        except OSError as error:
+            self._error = self._error or str(_storage_error(self._plan.target, error))
+        return self._error
+
+    def commit(self, error: str) -> str:
+        error = error or self._error
+        try:
+            if not error:
+                self._plan.commit()
+        except StorageError as failure:
+            error = str(failure)
+        if error:
+            self._plan.discard()
+        return error
+
+
 @dataclass(frozen=True)
 class _Store:
     # Store of `piece_in_file` that writes a whole tensor of hpcdist.
@@ -226,15 +270,6 @@ def export_directory(plan: ExportPlan, checkpoint: Path, tensors: Sequence[Store
         writer.close()
         plan.discard()
     return [plan.target / name for name in (*plan.files, *([INDEX] if len(plan.files) > 1 else []))]
-
-
-def export_dtype(settings: Path | None, default: str) -> str:
-    """Return the type of the imported model in the directory ``settings``, or ``default`` if it is unknown."""
-    if settings is None or not families.is_directory(settings):
-        return default
-    config = families.read_config(settings)
-    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return name if name in FLOATS else default
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from harness.jobs import call_command
 from harness.marks import cases
-from harness.trainings import trainer_of
+from harness.trainings import assert_rejected, trainer_of
 from hpcdist import models
-from hpcdist.arrays.piece import Piece, runs
+from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.convert import families
 from hpcdist.checkpoint.convert.huggingface import HuggingFaceDirectory
@@ -19,7 +19,7 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.training import inference
+from hpcdist.training.run.saving import build_saver
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -140,3 +140,229 @@ def test_round_trip_keeps_every_bit_and_the_logits(name, dtype, tmp_path, rng, c
     folders = tmp_path / "out", tmp_path / "model"
     results = [logits_of_transformers(one.to(torch.float32), tokens) for one in map(loaded, folders)]
     assert np.array_equal(*results)
+
+
+LAYOUTS = {
+    "zero3": (3, "llama", {"parallel.strategy": "zero3"}),
+    "zero1 bfloat16": (2, "qwen2", {"parallel.strategy": "zero1", "precision.mode": "bfloat16"}),
+    "tensor": (3, "llama attention bias", {"parallel.tensor": 3}),
+    "tensor, zero2": (4, "qwen3", {"parallel.tensor": 2, "parallel.strategy": "zero2"}),
+    "gpt2 tensor, pipeline": (4, "gpt2 relu", {"parallel.tensor": 2, "parallel.pipeline": 2}),
+    "gpt2 zero3": (3, "gpt2", {"parallel.strategy": "zero3"}),
+    "pipeline": (2, "mistral", {"parallel.pipeline": 2}),
+    "context": (2, "llama 3", {"parallel.context": 2}),
+    "node writers": (4, "qwen2", {"parallel.tensor": 2, "checkpoint.writers": "1"}),
+    "background": (2, "llama", {"checkpoint.asynchronous": "true"}),
+}
+
+
+def training_keys(folder, **keys):
+    """Return the recipe keys of a run from the directory ``folder``/model, which exports to ``folder``/out."""
+    tokens = np.random.default_rng(3).integers(0, 97, 4000).astype(np.uint16)
+    np.save(folder / "tokens.npy", tokens)
+    changed = {name.replace("__", "."): value for name, value in keys.items()}
+    keys = {"run.init_from": folder / "model", "data.path": folder / "tokens.npy", "run.global_batch": 12}
+    return keys | {"run.steps": 1, "checkpoint.export_to": folder / "out", "parallel.microbatches": 2} | changed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_starts_from_a_directory_and_exports_it_bit_by_bit(layout, tmp_path, rng):
+    # The odd vocabulary of 97 tokens under 3 tensor ranks is the situation of Megatron-LM#1754.
+    ranks, name, keys = LAYOUTS[layout]
+    more = {"num_key_value_heads": 3} if layout == "tensor" else {}
+    model = new_model(name, seed=int(rng.integers(1 << 30)), **more)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    settings = training_keys(tmp_path) | keys
+
+    def body(comm):
+        trainer = trainer_of(comm, settings)
+        saver = build_saver(trainer, tmp_path / "run/checkpoints")
+        saver.save(1)
+        saver.finish()
+        trainer.close()
+
+    run_threads(ranks, body)
+    again, expected = loaded(tmp_path / "out").state_dict(), model.state_dict()
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(again[key], value) for key, value in expected.items())
+    assert [path.name for path in tmp_path.glob(".out*")] == []
+
+
+def test_export_replaces_only_its_own_directory(tmp_path, rng, capsys):
+    new_model("llama").save_pretrained(tmp_path / "model")
+    settings = training_keys(tmp_path) | {"run.steps": 4, "checkpoint.export_every_steps": 2}
+    trainer = trainer_of(solo(), settings)
+    saver = build_saver(trainer, tmp_path / "run/checkpoints")
+    saver.save(1)
+    assert not (tmp_path / "out").exists()
+    saver.save(2)
+    first = loaded(tmp_path / "out").state_dict()
+    for piece in trainer.exchange.wanted():
+        piece.array[...] += piece.kind == PARAMETERS
+    saver.save(4)
+    second = loaded(tmp_path / "out").state_dict()
+    assert all(torch.allclose(second[key], value + 1) for key, value in first.items())
+    with pytest.raises(StorageError, match="out exists already"):
+        build_saver(trainer_of(solo(), settings), tmp_path / "other/checkpoints")
+    assert_rejected({"checkpoint.export_every_steps": 2}, "has no effect")
+
+
+def test_failed_export_keeps_the_checkpoint_and_the_old_directory(tmp_path, monkeypatch):
+    new_model("llama").save_pretrained(tmp_path / "model")
+
+    def body(comm):
+        trainer = trainer_of(comm, training_keys(tmp_path))
+        saver = build_saver(trainer, tmp_path / "run/checkpoints")
+        saver.save(1)
+        if comm.rank == 1:
+            saver._export.__dict__["files"] = {name + "x": file for name, file in saver._export.files.items()}
+        saver.save(1)
+
+    with pytest.raises(StorageError, match=r"not exported: .*No such file.*the checkpoint .*step-1 is complete"):
+        run_threads(2, body)
+    assert (tmp_path / "run/checkpoints/step-1/manifest.json").exists()
+    assert loaded(tmp_path / "out") is not None and [path.name for path in tmp_path.glob(".out*")] == []
+
+
+@cases(
+    "name, changes, output",
+    ("llama", {"model_type": "bert"}, "model_type 'bert' is not supported; supported: llama"),
+    ("llama", {"model_type": "gemma3", "text_config": {}}, "'gemma3' with a text_config is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type 'dynamic'"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}, "rope_parameters": None}, "'linear' has no factor"),
+    ("llama", {"rope_parameters": {**YARN, "mscale": 2.0}}, "mscale = '2.0' of rope_type 'yarn' is not supported"),
+    ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "truncate = 'False' is not supported"),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, "per layer type is not supported"),
+    ("llama", {"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor = '0.5'"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = '30.0' of model_type 'llama' is not"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: 'silu' or 'swish'"),
+    ("llama", {"hidden_size": None}, "hidden_size is 'None', expected a whole number"),
+    ("mistral", {"attention_bias": True}, "attention_bias = 'True' of model_type 'mistral' is not supported"),
+    ("qwen2", {"layer_types": ["linear_attention"] * 3}, "layer_types = 'linear_attention' is not supported"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = 'True' is not supported"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn = 'True' is not supported"),
+    ("llama", {"intermediate_size": 44}, r"gate_proj.weight is float32\[40, 24\].* of shape \[44, 24\]"),
+    ("llama", {"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight"),
+    ("llama", {"num_hidden_layers": 2}, "has the tensor model.layers.2.*, which a model of type 'llama' does not"),
+)
+def test_unsupported_settings_are_refused_by_name(name, changes, output, saved_models, tmp_path):
+    shutil.copytree(saved_models[name], tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | changes))
+    with pytest.raises((ConfigurationError, StorageError), match=output), HuggingFaceDirectory(tmp_path / "model"):
+        pass
+
+
+@pytest.fixture(scope="module")
+def saved_models(tmp_path_factory):
+    folders = {name: tmp_path_factory.mktemp("models") / name for name in ("llama", "mistral", "qwen2", "gpt2")}
+    for name, folder in folders.items():
+        new_model(name).save_pretrained(folder, max_shard_size="20KB")
+    return folders
+
+
+def change_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(folder, index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def save_tensors(folder, name, change):
+    """Change the tensors of the file that has the tensor ``name``."""
+    from safetensors.torch import load_file, save_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / index["weight_map"][name]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+@cases(
+    "break_, output",
+    (lambda folder: change_index(folder, lambda _, names: names.update({NORM: "../x.safetensors"})), r"'\.\./x"),
+    (lambda folder: change_index(folder, lambda _, names: names.update({NORM: "/etc/passwd"})), "'/etc/passwd'"),
+    (lambda folder: change_index(folder, lambda _, names: names.update({"a.b": names[NORM]})), "has no tensor a.b"),
+    (lambda folder: change_index(folder, lambda _, names: names.pop(NORM)), f"lacks the tensor {NORM}"),
+    (lambda folder: next(folder.glob("model-00002*")).unlink(), "No such file.*model-00002"),
+    (lambda folder: save_tensors(folder, NORM, lambda all_: all_[NORM].fill_(float("nan"))), f"{NORM} is NaN"),
+    (lambda folder: save_tensors(folder, NORM, lambda all_: all_.pop(NORM)), f"has no tensor {NORM}"),
+)
+def test_damaged_files_are_refused_by_name(break_, output, saved_models, tmp_path):
+    shutil.copytree(saved_models["llama"], tmp_path / "model")
+    break_(tmp_path / "model")
+    with pytest.raises(StorageError, match=output):
+        run_threads(2, lambda comm: trainer_of(comm, training_keys(tmp_path)))
+
+
+def test_truncated_or_pickled_files_are_refused(saved_models, tmp_path):
+    shutil.copytree(saved_models["llama"], tmp_path / "model")
+    last = sorted((tmp_path / "model").glob("model-*"))[-1]
+    last.write_bytes(last.read_bytes()[:-8])
+    with (
+        pytest.raises(StorageError, match=f"{last.name}: tensors end at byte"),
+        HuggingFaceDirectory(tmp_path / "model"),
+    ):
+        pass
+    for path in (tmp_path / "model").glob("model*"):
+        path.unlink()
+    (tmp_path / "model/pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(StorageError, match=r"pytorch_model.bin is not read: convert it"):
+        HuggingFaceDirectory(tmp_path / "model")
+
+
+def test_head_of_a_tied_model_must_equal_the_embedding(saved_models, tmp_path, rng):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    new_model("llama", seed=5).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for shift in (0, 1):
+        head = tensors[EMBEDDING].clone()
+        head[-1, -1] += shift
+        save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+        if not shift:
+            with HuggingFaceDirectory(folder) as directory:
+                assert directory.left_out == ["lm_head.weight"]
+    with pytest.raises(StorageError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        HuggingFaceDirectory(folder)
+
+
+def test_recipe_that_contradicts_the_directory_is_refused(saved_models, tmp_path):
+    shutil.copytree(saved_models["llama"], tmp_path / "model")
+    for key, value, output in (
+        ("model.hidden", 48, "model.hidden is 48, but 24"),
+        ("model.norm_epsilon", 1e-6, "model.norm_epsilon is 1e-06, but 0.0003"),
+        ("run.allow_partial", "true", "allow_partial is not supported"),
+    ):
+        with pytest.raises(ConfigurationError, match=output):
+            trainer_of(solo(), training_keys(tmp_path) | {key: value})
+
+
+ROTARY = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "bias": False}
+
+
+@cases(
+    "keys, result",
+    ({"biased": "all"}, "gpt2"),
+    (ROTARY | {"window": 4}, "mistral"),
+    (ROTARY | {"bias": True, "biased": "qkv"}, "qwen2"),
+    (ROTARY | {"query_key_norm": "head", "window": 4, "window_layers": "3-4"}, "qwen3"),
+    (ROTARY | {"hidden": 24, "heads": 5, "head_size": 8}, "mistral"),
+    (ROTARY | {"activation": "gelu"}, "model.activation = 'gelu'"),
+    (ROTARY | {"window": 4, "window_layers": "1-2"}, "model.window"),
+    (ROTARY | {"rotary_layers": "1-2"}, "model.rotary_layers = '1-2'"),
+    ({"experts": 4}, "model.experts = 4"),
+    ({"kind": "encoder"}, "model.kind = 'encoder'"),
+)
+def test_export_selects_a_family_or_names_what_is_lacking(keys, result):
+    if result in families.FAMILIES:
+        assert families.config_of(ModelConfig(**keys), 64)["model_type"] == result
+        return
+    with pytest.raises(ConfigurationError, match=result):
+        families.config_of(ModelConfig(**keys), 64)
