@@ -1,12 +1,11 @@
-"""Model families of Hugging Face: ``config.json`` as keys of [model], and names of tensors.
+"""Model families of Hugging Face: ``config.json`` as keys of [model], and back.
 
-A tensor of hpcdist stacks tensors of Hugging Face: ``qkv`` is query, key and value, and ``up`` of swiglu is gate and
-value. GPT-2 stores matrices transposed. Sources: the configuration classes of transformers 4.57 and 5.24.
+Sources: the configuration classes of transformers 4.57 and 5.24.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,48 +47,16 @@ SCALED: Final[dict[str, dict[str, str]]] = {
         "attention_factor": "rotary_magnitude",
     },
 }
-_LLAMA_MODULES: Final = {
-    "tokens": ("model.embed_tokens",),
-    "norm1": ("input_layernorm",),
-    "query_norm": ("self_attn.q_norm",),
-    "key_norm": ("self_attn.k_norm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "query": ("self_attn.q_proj",),
-    "kv": ("self_attn.k_proj", "self_attn.v_proj"),
-    "projection": ("self_attn.o_proj",),
-    "norm2": ("post_attention_layernorm",),
-    "up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
-}
-_GPT2_MODULES: Final = {
-    "tokens": ("transformer.wte",),
-    "positions": ("transformer.wpe",),
-    "norm1": ("ln_1",),
-    "qkv": ("attn.c_attn",),
-    "projection": ("attn.c_proj",),
-    "norm2": ("ln_2",),
-    "up": ("mlp.c_fc",),
-    "down": ("mlp.c_proj",),
-    "norm": ("transformer.ln_f",),
-    "head": ("lm_head",),
-}
-_TRANSPOSED: Final = ("qkv", "projection", "up", "down")  # matrices of GPT-2, stored as (inputs, outputs)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models: its class in transformers, its config keys, and the names of its modules."""
+    """Family of models: its class in transformers, and its keys in ``config.json``."""
 
     architecture: str
     read: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]  # (config, defaults) -> [model] keys
     written: Callable[[ModelConfig, int], dict[str, Any]]  # (model, context) -> config
     defaults: Mapping[str, Any]  # values of missing keys; the keys are all that ``read`` uses
-    modules: Mapping[str, tuple[str, ...]]
-    block: str  # prefix of the modules in block N
-    prefix: str  # may be missing in a file
-    transposed: Collection[str] = field(default=())
 
 
 def is_directory(path: Path) -> bool:
@@ -386,33 +353,16 @@ def config_of(model: ModelConfig, context: int, preferred: str = "") -> dict[str
     )
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Tensors of Hugging Face that make up one tensor of hpcdist, in the order of the flattened elements."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]  # of each tensor in the file
-    transposed: bool
-
-
-def stack_of(family: Family, layer: int, num_layers: int, name: str, shape: tuple[int, ...]) -> Stack:
-    """Return the tensors of Hugging Face in the tensor ``name`` of ``layer``, which has this ``shape`` in hpcdist."""
-    module, _, part = name.rpartition(".")
-    prefix = family.block.format(layer - 1) if 0 < layer <= num_layers else ""
-    suffix = "bias" if part == "bias" else "weight"
-    names = tuple(f"{prefix}{target}.{suffix}" for target in family.modules[module])
-    if len(names) > 1:
-        return Stack(names, shape[1:], False)
-    joined = (math.prod(shape[:-1]), shape[-1]) if part == "weight" else (math.prod(shape),)
-    transposed = module in family.transposed and part == "weight"
-    return Stack(names, joined[::-1] if transposed else joined, transposed)
-
-
 _LLAMA_DEFAULTS: Final = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")),
     **dict.fromkeys((*ROTARY_KEYS, "num_key_value_heads", "head_dim")),
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0},
-    **{"max_position_embeddings": 2048, "model_type": None, "partial_rotary_factor": 1.0},
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "model_type": None,
+    "partial_rotary_factor": 1.0,
 }
 _QWEN_DEFAULTS: Final = {
     "num_key_value_heads": 32,
@@ -425,15 +375,7 @@ _QWEN_DEFAULTS: Final = {
 
 
 def _of_llama(architecture: str, **defaults: Any) -> Family:
-    return Family(
-        architecture,
-        _llama_keys,
-        _llama_config,
-        _LLAMA_DEFAULTS | defaults,
-        _LLAMA_MODULES,
-        "model.layers.{}.",
-        "model.",
-    )
+    return Family(architecture, _llama_keys, _llama_config, _LLAMA_DEFAULTS | defaults)
 
 
 # The order of preference at export.
@@ -450,13 +392,14 @@ FAMILIES: Final[dict[str, Family]] = {
         _gpt2_config,
         {
             **dict.fromkeys(("vocab_size", "n_embd", "n_layer", "n_head", "n_inner")),
-            **{"n_positions": 1024, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
-            **{"tie_word_embeddings": True, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-            **{"reorder_and_upcast_attn": False, "add_cross_attention": False},
+            "n_positions": 1024,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "reorder_and_upcast_attn": False,
+            "add_cross_attention": False,
         },
-        _GPT2_MODULES,
-        "transformer.h.{}.",
-        "transformer.",
-        _TRANSPOSED,
     ),
 }

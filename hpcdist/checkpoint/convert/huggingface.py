@@ -1,14 +1,13 @@
 """Directories of Hugging Face: read the tensors of ``model.safetensors`` as pieces of hpcdist, in any layout.
 
-A rank reads only the elements that it holds, in blocks. `hpcdist.checkpoint.convert.families` has the names.
+A rank reads only the elements that it holds, in blocks.
 """
 
-import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -16,13 +15,13 @@ from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import FLOATS, dtype_of
 from hpcdist.arrays.filestore import FileSlice
-from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.piece import Box, Piece, runs, whole_box
+from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint.convert import families
 from hpcdist.checkpoint.convert.exporting import piece_in_file
-from hpcdist.checkpoint.convert.families import CONFIG, FAMILIES, Stack
+from hpcdist.checkpoint.convert.families import CONFIG
 from hpcdist.checkpoint.convert.importing import ForeignFile
+from hpcdist.checkpoint.convert.tensor_names import mapped_tensors, prefix_of
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.checkpoint.manifest import BLOCK_BYTES
 from hpcdist.errors import ConfigurationError, StorageError
@@ -40,83 +39,6 @@ COPIED: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Region:
-    """Consecutive elements of a tensor in a file, and their positions in an array of hpcdist."""
-
-    name: str
-    file: Range
-    local: slice
-
-
-@dataclass(frozen=True)
-class MappedTensor:
-    """Tensor of hpcdist, and the tensors of Hugging Face that have its elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    stack: Stack
-
-    def regions(self, box: Box, flat: Range) -> Iterator[Region]:
-        """Yield the regions of the elements ``flat`` of the tensor region ``box``, in blocks. See `Piece`."""
-        where = runs(self.shape, box, flat)
-        columns = self.shape[-1] if self.stack.transposed else 1
-        for start, local, size in _joined(where.start, where.local, where.size, columns):
-            yield from (
-                self._transposed(start, local, size)
-                if self.stack.transposed
-                else self._plain(start, local, size[0] * size[1])
-            )
-
-    def _plain(self, start: int, local: int, size: int) -> Iterator[Region]:
-        part_size = math.prod(self.stack.shape)
-        while size:
-            number, offset = divmod(start, part_size)
-            count = min(size, part_size - offset)
-            yield Region(self.stack.names[number], Range(offset, offset + count), slice(local, local + count))
-            start, local, size = start + count, local + count, size - count
-
-    def _transposed(self, start: int, local: int, size: tuple[int, int]) -> Iterator[Region]:
-        # A rectangle of ``size`` (rows, columns) is one run of the file per column.
-        rows, columns = self.stack.shape[1], self.stack.shape[0]
-        row, column = divmod(start, columns)
-        for number in range(size[1]):
-            begin = (column + number) * rows + row
-            where = slice(local + number, local + number + (size[0] - 1) * size[1] + 1, size[1])
-            yield Region(self.stack.names[0], Range(begin, begin + size[0]), where)
-
-
-def _joined(
-    starts: np.ndarray, locals_: np.ndarray, sizes: np.ndarray, columns: int
-) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    # Yields (start, local offset, (rows, columns)) of rectangles in a matrix with ``columns``. Runs with the same
-    # columns in consecutive rows are one rectangle. Without a matrix (``columns`` 1), each run is one rectangle.
-    last: tuple[int, int, tuple[int, int]] | None = None
-    for run in zip(starts.tolist(), locals_.tolist(), sizes.tolist(), strict=True):
-        for start, local, (rows, width) in _rectangles(*run, columns):
-            if last is not None and columns > 1 and last[2][1] == width:
-                before, at, (height, _) = last
-                if start == before + height * columns and local == at + height * width:
-                    last = before, at, (height + rows, width)
-                    continue
-            if last is not None:
-                yield last
-            last = start, local, (rows, width)
-    if last is not None:
-        yield last
-
-
-def _rectangles(start: int, local: int, size: int, columns: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    # The rest of the first row, whole rows, and the beginning of the last row.
-    head = min(size, -start % columns)
-    whole = (size - head) // columns
-    tail = size - head - whole * columns
-    for width, rows in ((head, 1), (columns, whole), (tail, 1)):
-        if width and rows:
-            yield start, local, (rows, width)
-            start, local = start + rows * width, local + rows * width
-
-
 def copy_settings(source: Path, target: Path) -> None:
     """Copy the files of the tokenizer, and the settings, from the directory ``source`` to the directory ``target``."""
     try:
@@ -126,23 +48,6 @@ def copy_settings(source: Path, target: Path) -> None:
                 shutil.copyfile(source / name, target / name)
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be copied to {target}: {error.strerror}") from error
-
-
-def mapped_tensors(config: dict[str, Any], layout: Layout, prefix: bool = True) -> dict[str, MappedTensor]:
-    """Return {name in hpcdist: `MappedTensor`} of the whole model with this ``layout``.
-
-    ``config``: content of ``config.json``. ``prefix``: False if the names in the file lack the prefix of the family.
-    """
-    family = FAMILIES[config["model_type"]]
-    last = max(segment.spec.layer for segment in layout.segments)
-    tensors = {}
-    for segment in layout.segments:
-        spec = segment.spec
-        shape = tuple(spec.whole or spec.shape)
-        stack = families.stack_of(family, spec.layer, last - 1, spec.name, shape)
-        names = stack.names if prefix else tuple(name.removeprefix(family.prefix) for name in stack.names)
-        tensors[segment.key] = MappedTensor(segment.key, shape, Stack(names, stack.shape, stack.transposed))
-    return tensors
 
 
 class HuggingFaceDirectory(ForeignFile):
@@ -161,8 +66,9 @@ class HuggingFaceDirectory(ForeignFile):
         try:
             self._stored, self._index = self.tensors, {one.name: number for number, one in enumerate(self.tensors)}
             layout = models.build(self.model, context=families.context_of(self.config)).layout
-            prefix = FAMILIES[self.config["model_type"]].prefix
-            self.mapped = mapped_tensors(self.config, layout, any(name.startswith(prefix) for name in self._index))
+            family = self.config["model_type"]
+            prefixed = any(name.startswith(prefix_of(family)) for name in self._index)
+            self.mapped = mapped_tensors(family, layout, prefixed)
             self.left_out = self._check(whole)
         except BaseException:
             self.reader.close()
@@ -229,8 +135,8 @@ class HuggingFaceDirectory(ForeignFile):
                 stored = self._stored[number]
                 if stored.shape != shape or stored.dtype not in FLOATS:
                     raise StorageError(
-                        f"{self.directory}: {name} is {stored.dtype}{list(stored.shape)}, but {CONFIG} needs floating-point "
-                        f"numbers of shape {list(shape)}; correct {CONFIG}, or copy the directory again"
+                        f"{self.directory}: {name} is {stored.dtype}{list(stored.shape)}, but {CONFIG} needs "
+                        f"floating-point numbers of shape {list(shape)}; correct {CONFIG}, or copy the directory again"
                     )
         if self.model.tied and HEAD in left:
             ignored.append(HEAD)
@@ -239,8 +145,8 @@ class HuggingFaceDirectory(ForeignFile):
                 self._check_tied(number)
         if left:
             raise StorageError(
-                f"{self.directory} has the tensor {next(iter(left))}, which a model of type {self.config['model_type']!r} "
-                "does not have; use a directory of the plain language model"
+                f"{self.directory} has the tensor {next(iter(left))}, which a model of type "
+                f"{self.config['model_type']!r} does not have; use a directory of the plain language model"
             )
         return ignored
 

@@ -26,7 +26,8 @@ from hpcdist.arrays.piece import Box, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.convert import families, safetensors
 from hpcdist.checkpoint.convert.exporting import piece_in_file
-from hpcdist.checkpoint.convert.huggingface import INDEX, SINGLE, MappedTensor, copy_settings, mapped_tensors
+from hpcdist.checkpoint.convert.huggingface import INDEX, SINGLE, copy_settings
+from hpcdist.checkpoint.convert.tensor_names import MappedTensor, mapped_tensors
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.checkpoint.manifest import Slot
 from hpcdist.checkpoint.restoring.restore import restore
@@ -38,6 +39,16 @@ from hpcdist.reporting import atomic
 SUFFIX: Final = ".export.new"  # of the temporary directory
 _AT_FDCWD: Final = -100
 _EXCHANGE: Final = 2  # flag of renameat2: exchange two paths atomically
+
+
+def check_target(target: Path, replace: bool) -> None:
+    """Raise StorageError if ``target`` exists, unless it is a Hugging Face directory and ``replace`` is True. Local."""
+    if os.path.lexists(target) and not replace:
+        raise StorageError(f"{target} exists already; choose another directory, or add --replace")
+    if os.path.lexists(target) and (target.is_symlink() or not families.is_directory(target)):
+        raise StorageError(
+            f"{target} is not a directory with a {families.CONFIG}, so it is not replaced; choose another directory"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class ExportPlan:
     @cached_property
     def mapped(self) -> dict[str, MappedTensor]:
         """Names and shapes of the tensors, keyed by their names in hpcdist."""
-        return mapped_tensors(self.config, models.build(self.model, context=self.context).layout)
+        return mapped_tensors(self.config["model_type"], models.build(self.model, context=self.context).layout)
 
     @cached_property
     def files(self) -> dict[str, tuple[bytes, list[tuple[StoredTensor, int]]]]:
@@ -92,15 +103,8 @@ class ExportPlan:
 
     def check(self) -> None:
         """Raise StorageError if the target cannot be written, and ConfigurationError if no family fits. Local."""
+        check_target(self.target, self.replace)
         assert self.files
-        if os.path.lexists(self.target) and not self.replace:
-            raise StorageError(f"{self.target} exists already; choose another directory, or add --replace")
-        is_model = families.is_directory(self.target) and not self.target.is_symlink()
-        if os.path.lexists(self.target) and not is_model:
-            raise StorageError(
-                f"{self.target} is not a directory with a {families.CONFIG}, so it is not replaced; choose another "
-                "directory"
-            )
 
     def prepare(self) -> None:
         """Create the temporary directory with all files. Rank 0 only. Raises StorageError."""

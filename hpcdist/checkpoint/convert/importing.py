@@ -180,7 +180,8 @@ def import_checkpoint(
     """Save the tensors of the file ``source`` as the first checkpoint of ``run_dir``. Raises StorageError, UsageError.
 
     ``step``: step number; None means the step in the file, or 0 without one. ``inputs``: {name of a model size: value}.
-    ``keys``: {name in the file: new name} of the tensors to import, or None to import all tensors. ``opens``: opens ``source``.
+    ``keys``: {name in the file: new name} of the tensors to import, or None to import all tensors. ``opens``: function
+    that opens ``source``.
     """
     # ``inputs`` is ignored if hpcdist exported the file.
     directory = run_dir / "checkpoints"

@@ -200,6 +200,8 @@ class SafetensorsReader:
         try:
             locations, metadata = read_header(fd)
         except ValueError as error:
+            if listed is None:
+                raise
             raise ValueError(f"{file.name}: {error}") from error
         if missing := sorted(set(listed or ()) - set(locations)):
             raise ValueError(

@@ -66,6 +66,7 @@ def export(
     if is_directory:
         from hpcdist.training.run_directory import plan_stored_export
 
+        huggingface_export.check_target(target, replace)
         plan = plan_stored_export(checkpoint, target, replace=replace, shard_bytes=shard_bytes)
         files = huggingface_export.export_directory(plan, checkpoint, tensors)
     elif target.suffix == safetensors.SUFFIX:
@@ -95,12 +96,12 @@ def export(
 def import_(
     source: Path, run_dir: Path, recipe: Path | None, overrides: tuple[str, ...], step: int | None, as_json: bool
 ) -> None:
-    """Import IN, a safetensors file, a PyTorch state dict or a Hugging Face directory, as the first checkpoint of a run.
+    """Import IN, a safetensors file, a PyTorch state dict or a Hugging Face directory, as the first checkpoint of DIR.
 
-    The run is created in DIR. A Hugging Face directory has a config.json, from which the recipe of the run is made. Its
-    families are llama, mistral, qwen2, qwen3 and gpt2. Otherwise IN is a file, an index of several files, or a directory with either. No pickled code is executed. With --recipe,
-    `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint export --optimizer`, `hpcdist train --resume
-    auto` can resume from DIR.
+    IN is a file, an index of several files, or a directory with either. A directory with a config.json is a model of
+    Hugging Face, of the family llama, mistral, qwen2, qwen3 or gpt2: the recipe in DIR gets its [model] section. No
+    pickled code is executed. With --recipe, `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint
+    export --optimizer`, `hpcdist train --resume auto` can resume from DIR.
     """
     from hpcdist.checkpoint.convert import families
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint

@@ -213,8 +213,8 @@ def _load_directory(trainer: Trainer, source: Path, partial: bool) -> dict[str, 
             for name, mapped in directory.mapped.items():
                 if names.get(name) != mapped.shape:
                     raise ConfigurationError(
-                        f"{name} has the shape {list(mapped.shape)} in {source}, but {list(names.get(name, ()))} in the "
-                        f"recipe's model; set data.context to {families.context_of(directory.config)}"
+                        f"{name} has the shape {list(mapped.shape)} in {source}, but {list(names.get(name, ()))} in "
+                        f"the recipe's model; set data.context to {families.context_of(directory.config)}"
                     )
             directory.fill(pieces)
 
