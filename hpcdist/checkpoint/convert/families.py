@@ -118,11 +118,10 @@ def model_keys(config: Any) -> dict[str, Any]:
 
 def context_of(config: Mapping[str, Any]) -> int:
     """Return the maximum number of tokens per sample of a ``config.json``. Raises ConfigurationError."""
-    default = 1024 if config["model_type"] == "gpt2" else 2048
-    names = ("n_positions", "max_position_embeddings")
-    length = next((config[name] for name in names if config.get(name) is not None), default)
+    name = "n_positions" if config["model_type"] == "gpt2" else "max_position_embeddings"
+    length = config.get(name, FAMILIES[config["model_type"]].defaults[name])
     if type(length) is not int or length < 1:
-        raise ConfigurationError(f"max_position_embeddings is {str(length)[:40]!r}, expected a number of at least 1")
+        raise ConfigurationError(f"{name} is {str(length)[:40]!r}, expected a number of at least 1")
     return length
 
 

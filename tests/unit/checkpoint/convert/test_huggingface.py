@@ -366,3 +366,33 @@ def test_export_selects_a_family_or_names_what_is_lacking(keys, result):
         return
     with pytest.raises(ConfigurationError, match=result):
         families.config_of(ModelConfig(**keys), 64)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "gpt2" not in name])
+@pytest.mark.parametrize("type_key", ("rope_type", "type"))
+def test_config_of_transformers_4_has_the_same_meaning(name, type_key, tmp_path):
+    new_model(name).config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    keys = families.model_keys(config)
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config.pop("dtype", "float32")}
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {type_key: kind, **rope}
+    if "layer_types" in config:
+        del config["layer_types"]
+    assert families.model_keys(config) == keys
+    with pytest.raises(ConfigurationError, match="rope_parameters has factor = 3.0, but rope_scaling has 2.0"):
+        families.model_keys(config | {"rope_parameters": {"factor": 3.0}, "rope_scaling": {"factor": 2.0}})
+
+
+def test_missing_keys_have_the_defaults_of_transformers():
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    for kind in ("llama", "mistral", "qwen2", "qwen3"):
+        config = transformers.AutoConfig.for_model(kind, num_attention_heads=32).to_dict()
+        config = {key: value for key, value in config.items() if key in families.FAMILIES[kind].defaults}
+        short = {key: config[key] for key in needed} | {"model_type": kind}
+        expected = families.model_keys(config | {"model_type": kind})
+        assert families.model_keys(short) == expected, kind
+        assert families.context_of(short) == config["max_position_embeddings"], kind
+    short = {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "model_type": "gpt2"}
+    assert families.model_keys(short) == families.model_keys(transformers.GPT2Config().to_dict())
