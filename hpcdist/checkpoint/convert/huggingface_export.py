@@ -44,7 +44,7 @@ _EXCHANGE: Final = 2  # flag of renameat2: exchange two paths atomically
 def check_target(target: Path, replace: bool) -> None:
     """Raise StorageError if ``target`` exists, unless it is a Hugging Face directory and ``replace`` is True. Local."""
     if os.path.lexists(target) and not replace:
-        raise StorageError(f"{target} exists already; choose another directory, or add --replace")
+        raise StorageError(f"{target} exists already; move it away, or choose another one (or --replace)")
     if os.path.lexists(target) and (target.is_symlink() or not families.is_directory(target)):
         raise StorageError(
             f"{target} is not a directory with a {families.CONFIG}, so it is not replaced; choose another directory"
