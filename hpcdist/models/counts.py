@@ -174,7 +174,10 @@ def _head_norms(config: ModelConfig, context: int) -> UnitCounts:
     return UnitCounts(
         parameters=2 * size,
         kept=tuple(KeptArray(context * width, cut=True) for width in widths),
-        scratch={"norm.dx": Scratch(context * query, cut=True), "block.dkeys": Scratch(context * keys, cut=True)},
+        scratch={
+            "query_norm.dx": Scratch(context * query, cut=True),
+            **{name: Scratch(context * keys, cut=True) for name in ("key_norm.dx", "block.dkeys")},
+        },
     )
 
 

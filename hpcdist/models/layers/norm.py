@@ -66,7 +66,7 @@ class LocalNorm:
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
         x, scale = saved[f"{prefix}.x"], parameters[f"{prefix}.scale"]
-        dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
+        dx = saved.scratch(f"{prefix}.dx", x.shape, x.dtype) if residual is None else residual
         centred, adds = saved[f"{prefix}.kind"] == "layer", residual is not None
         targets = [gradients.into(f"{prefix}.{name}") for name in ("scale", "bias")[: 1 + centred]]
         arrays = _rows(dy), _rows(x), scale, saved[f"{prefix}.statistics"], _rows(dx)

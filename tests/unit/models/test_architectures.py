@@ -64,7 +64,7 @@ CASES = {
     "smollm3": (
         "SmolLM3",
         {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1, 1], "rope_parameters": {"rope_theta": 1e4}},
-        {"kv_heads": 2, "rotary_layers": "1,3-4", "bias": False, "norm_epsilon": 1e-6},
+        {"kv_heads": 2, "rotary_layers": "1,3-4", "tied": True, "bias": False, "norm_epsilon": 1e-6},
     ),
 }  # fmt: skip
 

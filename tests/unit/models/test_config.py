@@ -38,7 +38,7 @@ from hpcdist.models.config import ModelConfig, applies, loss_unit, speed_unit
     ({"kv_heads": 3}, r"model.kv_heads = 3 with model.heads = 4: .*; choose one of \[1, 2, 4\]"),
     ({"kv_heads": 8}, "model.kv_heads = 8 with model.heads = 4"),
     ({"feed_forward": -1}, "model.feed_forward = -1"),
-    ({"hidden": 12, "positions": "rotary"}, "model.hidden / model.heads = 3; change model.hidden"),
+    ({"hidden": 12, "positions": "rotary"}, "model.hidden / model.heads = 3; change model.head_size"),
     ({"kind": "encoder", "vocabulary": 1}, "an encoder needs a mask token and at least one other"),
     ({"kind": "encoder", "mask_token": 256}, "model.mask_token = 256 with model.vocabulary = 256"),
     ({"kind": "encoder", "mask_token": -2}, "model.mask_token = -2"),
