@@ -225,9 +225,9 @@ class Rotation:
     """Rotary angles of a head of ``size`` columns: pair i turns by ``position frequency_i``.
 
     Formulas: "linear" divides all frequencies by ``factor``. "llama3" (A. Dubey et al., arXiv:2407.21783) and "yarn"
-    (B. Peng et al., arXiv:2309.00071) divide those of pairs with fewer than ``slow`` rotations over ``context``, keep
-    those with more than ``fast``, and interpolate between them. "yarn" also multiplies cosines and sines by
-    ``magnitude``.
+    (B. Peng et al., arXiv:2309.00071) divide the frequencies of pairs with fewer than ``slow`` rotations over
+    ``context``, keep the frequencies of pairs with more than ``fast`` rotations, and interpolate between them. "yarn"
+    also multiplies cosines and sines by ``magnitude``.
     """
 
     size: int
