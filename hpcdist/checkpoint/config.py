@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.reporting.rules import rule
+from hpcdist.reporting.rules import NO_EFFECT, rule
 from hpcdist.reporting.schema import check_section, key
 
 GROUPS: Final = ("rank", "node")
@@ -56,11 +56,15 @@ class CheckpointConfig:
         "", "Directory on a disk of the node for the asynchronous copy, which then needs no memory.", path=True
     )
 
+    export_to: str = key("", "Hugging Face directory to which the model is also saved at the end.", path=True)
+    export_every_steps: int = key(0, "Steps between saves that also replace export_to. 0: only at the end.", ge=0)
+
     def __post_init__(self) -> None:
         check_section(RULES, "checkpoint", self)
 
 
 RULES: Final = (
+    rule("checkpoint.export_every_steps with checkpoint.export_to=", NO_EFFECT, "set checkpoint.export_to"),
     rule(
         "checkpoint.local_directory with checkpoint.asynchronous=false",
         "the state would be written to the local disk and copied while all ranks wait",

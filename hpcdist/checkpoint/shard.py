@@ -169,6 +169,33 @@ BlockSource = Callable[[], Iterator[np.ndarray]]  # yields blocks of bytes; each
 TAG: Final = 0
 
 
+class Export(Protocol):
+    """Directory of another format that is written with a checkpoint. Methods do not raise: they keep the error text."""
+
+    def prepare(self) -> None:
+        """Create the files. Rank 0 only."""
+
+    def write(self, slot: Slot, start: int, block: np.ndarray) -> None:
+        """Write the bytes ``block`` of the tensor slice ``slot``, from its element ``start`` on. Local."""
+
+    def finish(self) -> str:
+        """Sync and close the files of this rank. Return an error text, or "" on success. Local."""
+        ...
+
+    def commit(self, error: str) -> str:
+        """Make the directory visible, or discard it if ``error`` is not "". Return an error text. Rank 0 only."""
+        ...
+
+
+def exported_blocks(export: Export, slot: Slot, source: BlockSource) -> Iterator[np.ndarray]:
+    """Yield the blocks of ``source``, the data of ``slot``, and also write them to ``export``. Local."""
+    start, itemsize = slot.flat[0], dtype_of(slot.dtype).itemsize
+    for block in source():
+        export.write(slot, start, block)
+        start += block.size // itemsize
+        yield block
+
+
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
     """Yield the bytes of ``array`` in blocks. ``array``: an array on the host or on a GPU, or a `FileSlice`. Local."""
     if isinstance(array, FileSlice):

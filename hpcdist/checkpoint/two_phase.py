@@ -25,7 +25,16 @@ from hpcdist.checkpoint import manifest, shard
 from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.lock import lost
 from hpcdist.checkpoint.manifest import Slot, StoredPiece
-from hpcdist.checkpoint.shard import BlockSource, IncomingBlocks, WrittenShards, blocks_of, first_holders, send_blocks
+from hpcdist.checkpoint.shard import (
+    BlockSource,
+    Export,
+    IncomingBlocks,
+    WrittenShards,
+    blocks_of,
+    exported_blocks,
+    first_holders,
+    send_blocks,
+)
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.errors import StorageError
@@ -34,6 +43,7 @@ from hpcdist.hdf5.overlay import Overlay
 
 # A shard is linked only if at least one byte in MAX_UNUSED_RATIO is in use; otherwise it is rewritten (empirical).
 MAX_UNUSED_RATIO: Final = 8
+EXPORT_FAILED: Final = "the model was not exported"
 
 
 @dataclass
@@ -219,6 +229,7 @@ class ShardOutcome:
 
     error: str = ""  # "" on success
     written: WrittenShards | None = None  # None if this rank is not a writer
+    export_error: str = ""  # of `SavePlan.export`; does not prevent the commit of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -232,6 +243,7 @@ class SavePlan:
     about: dict[str, Any]
     keep: int | Retention
     opens: Callable[[Path], Overlay] = Overlay.created  # creates the file of a shard, on its writer
+    export: Export | None = None  # also written, from the same data
 
     @property
     def temporary(self) -> Path:
@@ -300,6 +312,8 @@ def prepare(plan: SavePlan, group: WriterGroup, comm: Communicator) -> None:
             names.begin(plan.directory, plan.step, shard.directories(group.count))
         except OSError as failure:
             error = f"{plan.directory} cannot be written: {failure.strerror or failure}"
+        if plan.export is not None and not error:
+            plan.export.prepare()
     agree(comm, error)
 
 
@@ -317,13 +331,19 @@ def write(
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
+    export = plan.export
+    if export is not None:
+        sources = [partial(exported_blocks, export, *pair) for pair in zip(slots, sources, strict=True)]
+    written, error = None, ""
     try:
         if incremental is not None:
             paths = plan.temporary, plan.final
-            return ShardOutcome("", incremental.write(paths, name, slots, sources, about, plan.opens, sync))
-        return ShardOutcome("", shard.write(plan.temporary, name, slots, sources, about, plan.opens, sync))
+            written = incremental.write(paths, name, slots, sources, about, plan.opens, sync)
+        else:
+            written = shard.write(plan.temporary, name, slots, sources, about, plan.opens, sync)
     except OSError as failure:
-        return ShardOutcome(str(failure))
+        error = str(failure)
+    return ShardOutcome(error, written, "" if export is None else export.finish())
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
@@ -345,7 +365,7 @@ def agree(comm: Communicator, error: str) -> None:
     """Raise StorageError on every rank if ``error`` on rank 0 is not "". Collective over ``comm``."""
     error = comm.broadcast_object(error)
     if error:
-        raise StorageError(f"the checkpoint was not saved: {error}")
+        raise StorageError(error if error.startswith(EXPORT_FAILED) else f"the checkpoint was not saved: {error}")
 
 
 class _Sync(threading.Thread):
@@ -376,6 +396,7 @@ class _Draft:
     # Index and manifest of a checkpoint, before the commit.
     def __init__(self, plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> None:
         self._plan, self._manifest = plan, ""
+        self._export_error = _first_error([outcome.export_error for outcome in outcomes])
         self._error = _first_error([outcome.error for outcome in outcomes])
         self._taken = lost(plan.directory.parent)
         if not self._error and not self._taken:
@@ -400,6 +421,8 @@ class _Draft:
         # If another job has taken over the directory, the unfinished checkpoint is not removed.
         taken = self._taken or lost(plan.directory.parent)
         if taken:
+            if plan.export is not None:
+                plan.export.commit(taken)
             return taken
         error = self._error or _first_error(errors)
         if not error:
@@ -409,7 +432,8 @@ class _Draft:
                 error = _described(plan, failure)
         if error:
             shutil.rmtree(plan.temporary, ignore_errors=True)  # frees space on a full disk
-        return error
+        failed = "" if plan.export is None else plan.export.commit(error or self._export_error)
+        return error or (failed and f"{EXPORT_FAILED}: {failed}; the checkpoint {plan.final} is complete")
 
 
 def _first_error(errors: Sequence[str]) -> str:

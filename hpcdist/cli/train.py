@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 @click.option(
     "--init-from",
     type=PATH,
-    help="Start from the parameters of a checkpoint or of a run's newest checkpoint (recipe key run.init_from).",
+    help="Start from the parameters of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory "
+    "(recipe key run.init_from).",
 )
 @click.option(
     "--allow-partial",

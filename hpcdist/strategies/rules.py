@@ -262,6 +262,11 @@ RULES: Final = (
     # Logical shards have their own order of sums
     rule(f"{MIXING} with run.logical_shards", ORDER),
     rule("parameter_server.consistency!=bsp with run.logical_shards where asynchronous workers", ORDER),
+    rule(
+        "parameter_server.consistency!=bsp with checkpoint.export_every_steps where asynchronous workers",
+        "asynchronous workers complete no common step",
+        "set checkpoint.export_every_steps = 0, which exports at the end",
+    ),
     *each_of(
         "* with run.logical_shards",
         ORDER,

@@ -6,7 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint.convert import families
+from hpcdist.checkpoint.convert.huggingface import SETTINGS
+from hpcdist.checkpoint.convert.huggingface_export import ExportPlan
+from hpcdist.checkpoint.convert.safetensors import SHARD_BYTES
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
 from hpcdist.comm.communicator import Communicator
@@ -96,6 +101,38 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
         lock.take(path)
     names.replace(stored, recipes.dump(recipe))
     return RunDirectory(path, None)
+
+
+def plan_export(
+    run_dir: Path, recipe: Recipe, target: Path, *, replace: bool, shard_bytes: int = SHARD_BYTES
+) -> ExportPlan:
+    """Return the `ExportPlan` of the model of the run in ``run_dir`` to the Hugging Face directory ``target``. Local.
+
+    Tokenizer and settings come from the imported directory, or from the directory in run.init_from. The tensors get
+    the type of this directory, else precision.mode. ``replace``, ``shard_bytes``: see `ExportPlan`.
+    """
+    origin = Path(recipe.run.init_from) if recipe.run.init_from else run_dir
+    folders = (run_dir / SETTINGS, origin, origin / SETTINGS)
+    settings = next((folder for folder in folders if families.is_directory(folder)), None)
+    config = {} if settings is None else families.read_config(settings)
+    dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    dtype = dtype if dtype in FLOATS else recipe.precision.mode
+    return ExportPlan(target, recipe.model, recipe.data.context, dtype, settings, config, replace, shard_bytes)
+
+
+def plan_stored_export(checkpoint: Path, target: Path, *, replace: bool, shard_bytes: int) -> ExportPlan:
+    """Return the `ExportPlan` of ``checkpoint`` to the Hugging Face directory ``target``. Raises HpcdistError. Local.
+
+    ``checkpoint``: checkpoint directory inside of a run directory with a recipe.
+    """
+    run_dir = checkpoint.absolute().parent.parent
+    if not (run_dir / RECIPE_FILE).is_file():
+        raise UsageError(
+            f"{run_dir} has no {RECIPE_FILE}, which describes the model of {checkpoint}; export to a file with the "
+            "suffix .safetensors, or move the checkpoint back to its run"
+        )
+    recipe = recipes.load_stored(run_dir / RECIPE_FILE)
+    return plan_export(run_dir, recipe, target, replace=replace, shard_bytes=shard_bytes)
 
 
 def refuse_restart_over_checkpoints(path: Path) -> None:

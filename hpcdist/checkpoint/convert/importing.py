@@ -175,17 +175,19 @@ def import_checkpoint(
     step: int | None = None,
     inputs: Mapping[str, int] | None = None,
     keys: Mapping[str, str] | None = None,
+    opens: Callable[[Path], ForeignFile] = ForeignFile,
 ) -> ImportedCheckpoint:
     """Save the tensors of the file ``source`` as the first checkpoint of ``run_dir``. Raises StorageError, UsageError.
 
     ``step``: step number; None means the step in the file, or 0 without one. ``inputs``: {name of a model size: value}.
-    ``keys``: {name in the file: new name} of the tensors to import, or None to import all tensors.
+    ``keys``: {name in the file: new name} of the tensors to import, or None to import all tensors. ``opens``: function
+    that opens ``source``.
     """
     # ``inputs`` is ignored if hpcdist exported the file.
     directory = run_dir / "checkpoints"
     if names.candidates(directory):
         raise UsageError(f"{directory} has checkpoints already; import into the directory of a new run")
-    with ForeignFile(source) as file:
+    with opens(source) as file:
         if not file.tensors:
             raise StorageError(f"{file.path} has no tensors to import; choose a file with tensors")
         ours = bool(file.metadata)

@@ -7,7 +7,7 @@ which maps tensor names to files.
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,14 +189,27 @@ class SafetensorsReader:
         self.metadata = ""
         self._locations: list[tuple[int, TensorLocation]] = []
         with ExitStack() as files:
-            for file in _files_of(path):
+            for file, listed in _files_of(path).items():
                 fd = regular.open_regular(file)
                 files.callback(os.close, fd)
-                self._add(fd)
+                self._add(fd, file, listed)
             self.close = files.pop_all().close
 
-    def _add(self, fd: int) -> None:
-        locations, metadata = read_header(fd)
+    def _add(self, fd: int, file: Path, listed: Collection[str] | None) -> None:
+        # ``listed``: tensors that the index expects in ``file``, or None without an index
+        try:
+            locations, metadata = read_header(fd)
+        except ValueError as error:
+            if listed is None:
+                raise
+            raise ValueError(f"{file.name}: {error}") from error
+        if missing := sorted(set(listed or ()) - set(locations)):
+            raise ValueError(
+                f"{file.name} has no tensor {missing[0]}, which the index lists there; copy the file again"
+            )
+        if listed is not None:
+            self.left_out += [name for name in locations if name not in listed]
+            locations = {name: location for name, location in locations.items() if name in listed}
         exported = metadata.get(METADATA_KEY, "")
         self.metadata = self.metadata or exported
         for key, location in locations.items():
@@ -216,14 +229,21 @@ class SafetensorsReader:
         out.view(np.uint8).data[:] = data
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: Path) -> dict[Path, set[str] | None]:
+    # Returns {file: names of its tensors according to the index, or None without an index}.
     if not path.name.endswith(INDEX_SUFFIX):
-        return [path]
+        return {path: None}
     index = regular.json_value(path, MAX_HEADER_BYTES)
-    names = set(index["weight_map"].values()) if isinstance(index, dict) else set()
-    invalid = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
-    if invalid or not names:
-        raise ValueError(
-            f"the index lists {str(invalid[:1])[:80]}, expected names of files in its directory; correct the index"
-        )
-    return [path.with_name(name) for name in sorted(names)]
+    weight_map = index["weight_map"] if isinstance(index, dict) else {}
+    names: dict[str, set[str] | None] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
+            raise ValueError(
+                f"the index lists {str(name)[:80]!r}, expected names of files in its directory; correct the index"
+            )
+        listed = names.setdefault(name, set())
+        assert listed is not None
+        listed.add(tensor)
+    if not names:
+        raise ValueError("the index lists no files, expected names of files in its directory; correct the index")
+    return {path.with_name(name): listed for name, listed in sorted(names.items())}

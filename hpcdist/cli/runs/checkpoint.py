@@ -34,33 +34,48 @@ def command() -> None:
 
 @command.command("export")
 @_PATH
-@click.argument("out", type=PATH)
+@click.argument("out")
 @click.option("--optimizer", is_flag=True, help="Also export what a training needs to resume, such as optimizer state.")
 @averaged_option
 @click.option("--shard-bytes", type=BYTE_SIZE, default="5G", help="Maximum size of each safetensors file.")
+@click.option("--replace", is_flag=True, help="Replace an existing Hugging Face directory, in one step.")
 @json_option
-def export(path: Path, out: Path, optimizer: bool, averaged: bool, shard_bytes: int, as_json: bool) -> None:
+def export(
+    path: Path, out: str, optimizer: bool, averaged: bool, shard_bytes: int, replace: bool, as_json: bool
+) -> None:
     """Write the parameters of the checkpoint PATH, or of a run's newest checkpoint, to OUT.
 
-    The suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict. If OUT is a
-    directory, the file is OUT/model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight, but
+    If OUT is a directory or ends in /, OUT becomes a Hugging Face directory with config.json, which transformers loads.
+    Otherwise the suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict. Without
+    a suffix, the file is OUT/model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight, but
     tensors of your own PyTorch model keep the module names. Every byte of the checkpoint is verified. The model may be
     larger than the memory. A PyTorch export needs twice the disk space.
     """
     from hpcdist.checkpoint import listing
-    from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
+    from hpcdist.checkpoint.convert import exporting, huggingface_export, safetensors, torch_state
 
-    checkpoint = listing.select(path)
+    checkpoint, target = listing.select(path), Path(out)
     loaded = listing.load_usable(checkpoint)
     tensors = exporting.tensors_to_export(loaded, optimizer, averaged)
-    out = out / "model.safetensors" if out.is_dir() or not out.suffix else out
-    if out.suffix == safetensors.SUFFIX:
-        files = safetensors.write(checkpoint, loaded, tensors, out, shard_bytes)
-    elif out.suffix in torch_state.SUFFIXES:
-        files = torch_state.write(checkpoint, loaded, tensors, out, nested=optimizer)
+    is_directory = target.is_dir() or out.endswith("/")
+    target = target if is_directory or target.suffix else target / "model.safetensors"
+    if (replace or is_directory) and (optimizer or not is_directory):
+        raise UsageError(
+            "--replace needs an OUT that is a directory or ends in /, and such a directory has no --optimizer state"
+        )
+    if is_directory:
+        from hpcdist.training.run_directory import plan_stored_export
+
+        huggingface_export.check_target(target, replace)
+        plan = plan_stored_export(checkpoint, target, replace=replace, shard_bytes=shard_bytes)
+        files = huggingface_export.export_directory(plan, checkpoint, tensors)
+    elif target.suffix == safetensors.SUFFIX:
+        files = safetensors.write(checkpoint, loaded, tensors, target, shard_bytes)
+    elif target.suffix in torch_state.SUFFIXES:
+        files = torch_state.write(checkpoint, loaded, tensors, target, nested=optimizer)
     else:
         suffixes = ", ".join((safetensors.SUFFIX, *torch_state.SUFFIXES))
-        raise UsageError(f"{out}: unknown format {out.suffix!r}; the name must end with one of {suffixes}")
+        raise UsageError(f"{out}: unknown format {target.suffix!r}; the name must end with one of {suffixes}, or /")
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if as_json:
         figures: dict[str, Any] = {"checkpoint": str(checkpoint), "tensors": len(tensors), "bytes": nbytes}
@@ -81,24 +96,31 @@ def export(path: Path, out: Path, optimizer: bool, averaged: bool, shard_bytes: 
 def import_(
     source: Path, run_dir: Path, recipe: Path | None, overrides: tuple[str, ...], step: int | None, as_json: bool
 ) -> None:
-    """Import IN, a safetensors file or a PyTorch state dict, as the first checkpoint of a run in DIR.
+    """Import IN, a safetensors file, a PyTorch state dict or a Hugging Face directory, as the first checkpoint of DIR.
 
-    IN is a file, an index of several files, or a directory with either. No pickled code is executed. With --recipe,
-    `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint export --optimizer`, `hpcdist train --resume
-    auto` can resume from DIR.
+    IN is a file, an index of several files, or a directory with either. A directory with a config.json is a model of
+    Hugging Face, of the family llama, mistral, qwen2, qwen3 or gpt2: the recipe in DIR gets its [model] section. No
+    pickled code is executed. With --recipe, `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint
+    export --optimizer`, `hpcdist train --resume auto` can resume from DIR.
     """
+    from hpcdist.checkpoint.convert import families
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
+    from hpcdist.training.recipe import recipe as recipes
+    from hpcdist.training.use_cases import import_checkpoint as imported_run
 
-    if overrides and recipe is None:
+    is_model = families.is_directory(source)
+    if overrides and recipe is None and not is_model:
         raise UsageError("--set changes keys of --recipe; add --recipe")
     inputs, keys = None, None
-    if recipe is not None:
-        from hpcdist.training.use_cases import import_checkpoint as imported_run
-
+    if recipe is not None and not is_model:
         with ForeignFile(source) as file:
             model_inputs = file.metadata.get("scalars", {}).get("model_inputs", {})
-            inputs, keys = imported_run.prepare_imported_run(run_dir, recipe, overrides, file.tensors, model_inputs)
-    imported = import_checkpoint(source, run_dir, step, inputs, keys)
+            loaded = recipes.load(recipe, overrides).recipe
+            inputs, keys = imported_run.prepare_imported_run(run_dir, loaded, file.tensors, model_inputs)
+    if is_model:
+        imported = imported_run.import_directory(source, run_dir, recipe, overrides, step)
+    else:
+        imported = import_checkpoint(source, run_dir, step, inputs, keys)
     if as_json:
         nbytes = sum(tensor.nbytes for tensor in imported.tensors)
         figures = jsonable(imported)

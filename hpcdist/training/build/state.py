@@ -21,6 +21,8 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.convert import families
+from hpcdist.checkpoint.convert.huggingface import HuggingFaceDirectory
 from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.listing import PARAMETERS, STATISTICS, StoredTensor
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest
@@ -28,7 +30,7 @@ from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
 from hpcdist.checkpoint.shard import BlockReader, DamagedError
 from hpcdist.checkpoint.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import ConfigurationError, DataError, StorageError
+from hpcdist.errors import ConfigurationError, DataError, HpcdistError, StorageError
 from hpcdist.strategies.data.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
@@ -154,8 +156,11 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
     """Load the parameters in the checkpoint ``source``, without optimizer state. Collective over the world.
 
-    Return {name of a tensor that was not loaded: reason}.
+    ``source``: checkpoint, run directory, or Hugging Face directory. Return {name of a tensor that was not loaded:
+    reason}.
     """
+    if on_first_rank(trainer.comm, lambda: families.is_directory(source)):
+        return _load_directory(trainer, source, partial)
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
     tensors = {tensor.name: tensor for tensor in listing.stored_tensors(stored, {PARAMETERS})}
@@ -193,6 +198,40 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     if trainer.comm.rank == 0:
         _report_initial(path, stored, skipped, len(trainer.model.layout.segments))
     return skipped
+
+
+def _load_directory(trainer: Trainer, source: Path, partial: bool) -> dict[str, str]:
+    # Each rank reads the elements that it keeps.
+    if partial:
+        raise ConfigurationError(f"run.allow_partial is not supported with the Hugging Face directory {source}")
+    comm, pieces = trainer.comm, [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS]
+
+    def fill(pieces: Sequence[Piece], whole: bool) -> None:
+        with HuggingFaceDirectory(source, whole=whole) as directory:
+            directory.check_model(trainer.recipe.model)
+            names = {segment.key: tuple(segment.spec.whole or segment.spec.shape) for segment in layout.segments}
+            for name, mapped in directory.mapped.items():
+                if names.get(name) != mapped.shape:
+                    raise ConfigurationError(
+                        f"{name} has the shape {list(mapped.shape)} in {source}, but {list(names.get(name, ()))} in "
+                        f"the recipe's model; set data.context to {families.context_of(directory.config)}"
+                    )
+            directory.fill(pieces)
+
+    layout = trainer.model.layout
+    on_first_rank(comm, lambda: fill([], True))
+    failed = ""
+    try:
+        fill(pieces, False)
+    except HpcdistError as error:
+        failed = str(error)
+    if failures := [text for text in comm.allgather_object(failed) if text]:
+        raise StorageError(failures[0])
+    trainer.exchange.restore(trainer.exchange.state())  # refresh working copies and other derived state
+    trainer.executor.copies.refresh()
+    if comm.rank == 0:
+        print(f"hpcdist: all tensors start with the parameters of {source}", file=sys.stderr, flush=True)
+    return {}
 
 
 def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

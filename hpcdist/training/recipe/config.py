@@ -132,7 +132,9 @@ class RunConfig:
     recompute_every_steps: int = key(0, "Steps between recomputed steps, which find silent faults. 0: never.", ge=0)
     noise_scale_every_steps: int = key(0, "Steps between measurements of the gradient noise scale. 0: never.", ge=0)
     init_from: str = key(
-        "", 'Checkpoint or run with the initial parameters (--init-from). "": random parameters.', path=True
+        "",
+        'Checkpoint, run or Hugging Face directory with the initial parameters (--init-from). "": random parameters.',
+        path=True,
     )
     allow_partial: bool = key(
         False, "Initialise tensors randomly if init_from does not have them, or not in this shape."

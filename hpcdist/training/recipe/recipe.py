@@ -1,7 +1,8 @@
 """Recipe of a run: all sections, the origin of each value, and the identity of the run.
 
 Sources of a key, by priority: overrides (``--set``), environment (``HPCDIST_SET__RUN__STEPS``), recipe file, user file
-(``$XDG_CONFIG_HOME/hpcdist/config.toml``), site profile (``$HPCDIST_SITE``), defaults. Light: starts no MPI.
+(``$XDG_CONFIG_HOME/hpcdist/config.toml``), site profile (``$HPCDIST_SITE``), the ``config.json`` of a Hugging Face
+directory in run.init_from, defaults. Light: starts no MPI.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.checkpoint.convert import families
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
@@ -125,7 +127,15 @@ def load(
         settings.variables(environment, keys),
         overrides if isinstance(overrides, settings.Settings) else settings.overrides(overrides, keys),
     ]
-    return _resolve(sources)
+    return _resolve([_initial_model(sources), *sources])
+
+
+def _initial_model(sources: Iterable[settings.Settings | None]) -> settings.Settings | None:
+    named = [source.values["run.init_from"] for source in sources if source and "run.init_from" in source.values]
+    if not named or not named[-1] or not families.is_directory(Path(named[-1])):
+        return None
+    values = families.recipe_values(Path(named[-1]))
+    return settings.Settings(values, dict.fromkeys(values, f"{named[-1]}/{families.CONFIG}"))
 
 
 def load_stored(path: str | os.PathLike[str]) -> Recipe:

@@ -283,8 +283,8 @@ class TrainingLoop:
     def _look(self, step: int, save: bool) -> None:
         # Each replica writes a part of the state: a checkpoint of different replicas would mix models.
         trainer, run = self.trainer, self.trainer.recipe.run
-        every = trainer.recipe.checkpoint.every_steps
-        saves = save or (every and step % every == 0)
+        config = trainer.recipe.checkpoint
+        saves = save or any(every and step % every == 0 for every in (config.every_steps, config.export_every_steps))
         if run.sentinel_every_steps and (saves or step % run.sentinel_every_steps == 0):
             check_parameters(trainer.executor, step)
         if saves:

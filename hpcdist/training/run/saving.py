@@ -13,6 +13,8 @@ import numpy as np
 from hpcdist.checkpoint import stripe
 from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
+from hpcdist.checkpoint.convert.huggingface_export import CheckpointExport, ExportPlan
+from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.checkpoint.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.run_journal import StartRecord
@@ -20,6 +22,7 @@ from hpcdist.constants import FINISHED, STOPPED
 from hpcdist.strategies.core.daly_interval import daly
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.run_directory import plan_export
 
 ASSUMED_SAVE_S: Final = 1.0
 ASSUMED_BYTES_PER_S: Final = 100e6
@@ -35,6 +38,20 @@ class CheckpointSaver:
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer, self.directory = trainer, directory
         self._kept = IncrementalWriter() if trainer.recipe.checkpoint.incremental else None
+        self._export = self._planned_export()
+
+    def _planned_export(self) -> ExportPlan | None:
+        recipe, first_step = self.trainer.recipe, self.trainer.first_step
+        if not recipe.checkpoint.export_to:
+            return None
+
+        def planned() -> ExportPlan:
+            # A resumed run may replace the directory of its last start.
+            plan = plan_export(self.directory.parent, recipe, Path(recipe.checkpoint.export_to), replace=first_step > 0)
+            plan.check()
+            return plan
+
+        return replace(on_first_rank(self.trainer.comm, planned), replace=True)
 
     @property
     def is_busy(self) -> bool:
@@ -54,7 +71,10 @@ class CheckpointSaver:
         ``more``: additional scalars for the checkpoint.
         """
         plan = state.save_plan(self.trainer, self.directory, step, more)
-        faults = self.trainer.faults
+        faults, config = self.trainer.faults, self.trainer.recipe.checkpoint
+        every, is_last = config.export_every_steps, step == self.trainer.recipe.run.steps
+        if self._export is not None and (is_last or (every and step % every == 0)):
+            plan = replace(plan, export=CheckpointExport(self._export))
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
@@ -109,7 +129,7 @@ class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
 
 
 def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
-    """Return the saver, blocking or background, that the recipe of ``trainer`` selects. Local.
+    """Return the saver, blocking or background, that the recipe of ``trainer`` selects. Collective.
 
     ``directory``: directory for all checkpoints of the run.
     """

@@ -1,10 +1,14 @@
 """Import of a foreign checkpoint: a new run directory with a recipe whose model has the checkpoint's tensors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpcdist import models
+from hpcdist.checkpoint.convert.huggingface import SETTINGS, HuggingFaceDirectory, copy_settings
+from hpcdist.checkpoint.convert.importing import ImportedCheckpoint, import_checkpoint
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.constants import RECIPE_FILE
@@ -19,14 +23,13 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def prepare_imported_run(
-    run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
+    run_dir: Path, recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Create the run directory ``run_dir`` with a recipe for imported ``tensors``. Raises HpcdistError.
 
-    ``path``: recipe file. ``overrides``: values of --set. ``inputs``: model sizes stored with the tensors. Return
-    ({name of a model size that depends on the data: size}, {tensor name in the file: tensor name in hpcdist}).
+    ``inputs``: model sizes stored with the tensors. Return ({name of a model size that depends on the data: size},
+    {tensor name in the file: tensor name in hpcdist}).
     """
-    recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
     keys = match_tensors(recipe, tensors, decided)
     stored = run_dir / RECIPE_FILE
@@ -34,6 +37,24 @@ def prepare_imported_run(
         raise ConfigurationError(f"{stored} exists already; choose another run directory")
     atomic.save(stored, recipes.dump(recipe), parents=True)
     return decided, keys
+
+
+def import_directory(
+    source: Path, run_dir: Path, path: Path | None, overrides: Sequence[str], step: int | None
+) -> ImportedCheckpoint:
+    """Import the Hugging Face directory ``source`` as the first checkpoint of a run, with a recipe of its model.
+
+    ``path``: recipe file, or None. ``overrides``: values of --set. ``step``: step number, or None for 0. The tokenizer
+    files are copied to the run directory ``run_dir``. Raises HpcdistError.
+    """
+    recipe = recipes.load(path, [*overrides, f"run.init_from={source.absolute()}"]).recipe
+    recipe = replace(recipe, run=replace(recipe.run, init_from=""))
+    opens = partial(HuggingFaceDirectory, dtype=recipe.precision.computes)
+    with opens(source) as directory:
+        directory.check_model(recipe.model)
+        inputs, keys = prepare_imported_run(run_dir, recipe, directory.tensors, {})
+    copy_settings(source, run_dir / SETTINGS)
+    return import_checkpoint(source, run_dir, step, inputs, keys, opens)
 
 
 def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
