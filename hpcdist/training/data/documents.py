@@ -24,7 +24,7 @@ BUFFER_BYTES: Final = 1 << 20
 EXTRA: Final = "pip install 'hpcdist[tokens]'"
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """Part of an input file: bytes ``start`` to ``stop`` - 1, or row group number ``start`` of a Parquet file."""
 
     path: str
@@ -40,9 +40,9 @@ class Reading:
     lines: bool = False  # each line of a text file is a document; else the whole file is one document
     piece_bytes: int = 64 << 20  # size of the pieces of files of lines, and of the groups of pieces
 
-    def groups(self, paths: Sequence[Path]) -> list[list[Piece]]:
+    def groups(self, paths: Sequence[Path]) -> list[list[FileRange]]:
         """Return all pieces of the files ``paths`` in groups of about ``piece_bytes`` bytes. Raises DataError."""
-        groups: list[list[Piece]] = [[]]
+        groups: list[list[FileRange]] = [[]]
         room = self.piece_bytes
         for path in paths:
             for piece, size in self._pieces(path):
@@ -53,7 +53,7 @@ class Reading:
                 room -= size
         return groups if groups[-1] else []
 
-    def _pieces(self, path: Path) -> Iterator[tuple[Piece, int]]:
+    def _pieces(self, path: Path) -> Iterator[tuple[FileRange, int]]:
         kind, compression = _kind(path)
         try:
             os.close(open_regular(path))
@@ -63,15 +63,15 @@ class Reading:
         if kind == PARQUET:
             metadata = _parquet(path, self.key).metadata
             for number in range(metadata.num_row_groups):
-                yield Piece(str(path), number, number + 1), metadata.row_group(number).total_byte_size
+                yield FileRange(str(path), number, number + 1), metadata.row_group(number).total_byte_size
         elif compression or not (kind == JSONL or self.lines):
-            yield Piece(str(path), 0, -1), size
+            yield FileRange(str(path), 0, -1), size
         else:
             for start in range(0, size, self.piece_bytes):
                 stop = min(size, start + self.piece_bytes)
-                yield Piece(str(path), start, stop), stop - start
+                yield FileRange(str(path), start, stop), stop - start
 
-    def documents(self, piece: Piece) -> Iterator[str]:
+    def documents(self, piece: FileRange) -> Iterator[str]:
         """Yield the texts of all documents that begin in ``piece``. Raises DataError for invalid content."""
         path = Path(piece.path)
         kind, compression = _kind(path)
@@ -161,7 +161,7 @@ class _ZstdStream(io.RawIOBase):
         return len(part)
 
 
-def _lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
+def _lines(file: BinaryIO, piece: FileRange) -> Iterator[tuple[int, bytes]]:
     # Yield (offset, line) of the lines that begin in the piece and are not blank.
     at = piece.start
     if at:

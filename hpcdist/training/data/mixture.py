@@ -71,7 +71,7 @@ class MixedSamples:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SourceOrder:
     """Order of the sources in a run with ``seed``. ``weights``: positive weight of each source."""
 
     seed: int
@@ -104,14 +104,14 @@ class MixedSampler:
     """Reader of batches of a mixture. Each source has endless epochs, as in `Sampler`."""
 
     def __init__(self, samples: MixedSamples, seed: int, rule: int = UNIFORM) -> None:
-        self._samples, self._draw = samples, Draw(seed, tuple(samples.weights))
+        self._samples, self._order = samples, SourceOrder(seed, tuple(samples.weights))
         # Sources with the same files must not have the same order.
         seeds = rng.stream(seed, MIXTURE_STREAM, 1).bit_generator.random_raw(len(samples.parts)).tolist()
         self._samplers = [Sampler(part, one, rule) for part, one in zip(samples.parts, seeds, strict=True)]
 
     def batch(self, first: int, count: int) -> Batch:
         """Return a batch of ``count`` samples from position ``first`` on, where the run starts at position 0."""
-        numbers, begins = self._draw.sources(first, count), self._draw.before(first)
+        numbers, begins = self._order.sources(first, count), self._order.before(first)
         sizes = np.bincount(numbers, minlength=len(begins)).tolist()
         parts = zip(self._samplers, begins, sizes, strict=True)
         pieces = [sampler.batch(begin, size) for sampler, begin, size in parts if size]
@@ -119,8 +119,8 @@ class MixedSampler:
 
     def indices(self, first: int, count: int) -> list[int]:
         """Return a list of the ``count`` sample indices of a batch from position ``first`` on, as in `MixedSamples`."""
-        numbers, indices = self._draw.sources(first, count), np.empty(count, np.int64)
-        for n, begin in enumerate(self._draw.before(first)):
+        numbers, indices = self._order.sources(first, count), np.empty(count, np.int64)
+        for n, begin in enumerate(self._order.before(first)):
             in_part = numbers == n
             part = self._samplers[n].indices(begin, int(in_part.sum()))
             indices[in_part] = np.array(part, np.int64) + self._samples.firsts[n]

@@ -59,7 +59,6 @@ class ShardedArray:
         return self.shape[0]
 
     def __getitem__(self, index: Any, /) -> Any:
-        """Return one element, or the elements of an ascending slice, as a new array."""
         if not isinstance(index, slice):
             return self.gather(np.array([range(len(self))[index]]), 1)[0, 0]
         start, stop, step = index.indices(len(self))

@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
+from hpcdist.errors import DataError, HpcdistError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
-from hpcdist.training.data.documents import EXTRA, Piece, Reading
+from hpcdist.training.data.documents import EXTRA, FileRange, Reading
 from hpcdist.training.data.token_files import INDEX_NAME, INDEX_SCHEMA, INDEX_VERSION, open_directory, read_index
 
 TOKENIZER_NAME: Final = "tokenizer.json"
@@ -140,8 +140,16 @@ def tokenize(paths: Sequence[Path], encoder: Encoder, reading: Reading, folder: 
 
     Return the number of new shards. Completed shards of an earlier, killed call are kept. Raises HpcdistError.
     """
-    prepared = _prepare(paths, encoder, reading, folder) if comm.rank == 0 else None
-    plan, groups, missing = comm.broadcast_object(prepared)
+    prepared: Any = None
+    if comm.rank == 0:
+        try:
+            prepared = _prepare(paths, encoder, reading, folder)
+        except HpcdistError as error:
+            prepared = error
+    prepared = comm.broadcast_object(prepared)
+    if isinstance(prepared, HpcdistError):
+        raise prepared
+    plan, groups, missing = prepared
     # The largest groups first: ranks then end at about the same time.
     for number in missing[comm.rank :: comm.size]:
         _write_shard(folder, number, groups[number], encoder, reading, plan)
@@ -158,7 +166,7 @@ def _shard_path(folder: Path, number: int) -> Path:
 
 def _prepare(
     paths: Sequence[Path], encoder: Encoder, reading: Reading, folder: Path
-) -> tuple[str, list[list[Piece]], list[int]]:
+) -> tuple[str, list[list[FileRange]], list[int]]:
     # Return (digest of the inputs and options, pieces of each shard, numbers of the missing shards).
     groups = reading.groups(paths)
     if not groups:
@@ -186,7 +194,7 @@ def _prepare(
 
 
 def _write_shard(
-    folder: Path, number: int, pieces: Sequence[Piece], encoder: Encoder, reading: Reading, plan: str
+    folder: Path, number: int, pieces: Sequence[FileRange], encoder: Encoder, reading: Reading, plan: str
 ) -> None:
     from hpcdist.hdf5 import files
 
