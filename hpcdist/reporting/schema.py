@@ -302,6 +302,8 @@ def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
 
 def toml_value(value: Any) -> str:
     """Return ``value`` as TOML text. Raises ConfigurationError if a text is not valid Unicode."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{toml_value(name)} = {toml_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, list | tuple):
