@@ -82,7 +82,7 @@ def show(folder: Path, texts: int, verify: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(_figures(index) | {"texts": decoded} | ({"damaged": damaged} if verify else {})))
     else:
-        click.echo(f"{_summary(index)} ({index['dtype'].lstrip('<|')}), tokenizer {index['tokenizer']}")
+        click.echo(f"{_summary(index)}, {index['dtype']}\ntokenizer {index['tokenizer']}")
         for text in decoded:
             click.echo(f"  {text[:200]!r}")
         if verify:

@@ -193,17 +193,20 @@ def read_index(folder: Path) -> dict[str, Any]:
 def open_directory(folder: Path) -> TokenShards:
     """Open the token directory ``folder``, an output of `hpcdist data tokenize`. Raises DataError."""
     index = read_index(folder)
-    shards = [item for item in index["shards"] if item["tokens"]]
+    with regular.damage(folder / INDEX_NAME, "has damaged entries; tokenize the data again"):
+        stored, vocabulary = np.dtype(index["dtype"]).newbyteorder("<"), int(index["vocabulary"])
+        shards = [item for item in index["shards"] if item["tokens"]]
+        places = [Shard(folder / item["file"], item["offset"], item["tokens"]) for item in shards]
+        tokens = ShardedArray(places, stored)
     if not shards:
         raise DataError(f"{folder}: the token directory has no documents; tokenize files with text")
-    tokens = ShardedArray([Shard(folder / s["file"], s["offset"], s["tokens"]) for s in shards], index["dtype"])
 
     def ends(number: int) -> np.ndarray:
         shard = shards[number]
-        stored = FileArray(folder / shard["file"], "<i8", shard["ends_offset"], (shard["documents"],))
-        return np.asarray(stored[:])
+        whole = FileArray(folder / shard["file"], "<i8", shard["ends_offset"], (shard["documents"],))
+        return np.asarray(whole[:])
 
-    return TokenShards(tokens, f"{folder}, {len(shards):,} shards", ends, index["vocabulary"])
+    return TokenShards(tokens, f"{folder}, {len(shards):,} shards", ends, vocabulary)
 
 
 def _flat(path: str, paths: Sequence[Path], dtype: str) -> TokenShards:

@@ -60,7 +60,9 @@ class Encoder:
                     empty += 1
                     continue
                 tokens.append(self.end)
-                parts.append(np.array(tokens if self.begin is None else [self.begin, *tokens], self.dtype))
+                if self.begin is not None:
+                    tokens.insert(0, self.begin)
+                parts.append(np.fromiter(tokens, self.dtype, len(tokens)))
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return np.concatenate(parts) if parts else np.empty(0, self.dtype), ends, empty
 
@@ -249,7 +251,7 @@ def _write_index(folder: Path, count: int, encoder: Encoder, reading: Reading, p
         "plan": plan,
         "tokenizer": encoder.digest,
         "vocabulary": encoder.vocabulary,
-        "dtype": encoder.dtype.str,
+        "dtype": encoder.dtype.name,
         "end": encoder.end,
         "begin": encoder.begin,
         "reading": asdict(reading),

@@ -12,7 +12,7 @@ import pytest
 
 from harness import jobs
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.errors import DataError, UsageError
+from hpcdist.errors import DataError, StorageError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.training.data import open_source, token_files
 from hpcdist.training.data.documents import Reading
@@ -238,3 +238,23 @@ def test_commands_print_the_figures_and_find_a_damaged_shard(tmp_path, jsonl, en
     path.write_bytes(damaged)
     verified = jobs.invoke_command("data", "show", out, "--verify")
     assert verified.returncode == 74 and "damaged: tokens-000002.h5" in verified.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.update(version=9), "version 9"),
+        (lambda index: index["shards"][0].update(file="../a.h5"), "has a directory"),
+        (lambda index: index["shards"][1].pop("offset"), "damaged entries"),
+        (lambda index: index.pop("shards"), "is damaged"),
+        (lambda index: index["shards"][0].update(tokens=10**6), "has .* bytes, but its data ends at"),
+    ],
+    ids=["version", "directory", "entry", "key", "size"],
+)
+def test_damaged_index_is_rejected(tmp_path, jsonl, encoder, change, message):
+    tokenize([jsonl], encoder, Reading(piece_bytes=SMALL), tmp_path / "out", solo())
+    index = token_files.read_index(tmp_path / "out")
+    change(index)
+    (tmp_path / "out" / token_files.INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises((DataError, StorageError), match=message):
+        open_source(DataConfig(path=str(tmp_path / "out"), context=16), ModelConfig(vocabulary=300), solo())
