@@ -9,6 +9,7 @@ needs no state, and a resume replays no earlier samples.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, cast
 
@@ -79,21 +80,22 @@ class SourceOrder:
 
     def before(self, first: int) -> list[int]:
         """Return the number of samples of each source among samples 0 to ``first - 1`` of the run."""
-        borders = self._borders()
-        origin = self._origin()
+        borders, origin = self._borders, self._origin
         passed = floor_sum(first, _UNIT, _STEP, origin)
         below = [first + passed - floor_sum(first, _UNIT, _STEP, origin + _UNIT - border) for border in borders]
         return [count - previous for count, previous in zip(below, [0, *below], strict=False)]
 
     def sources(self, first: int, count: int) -> np.ndarray:
         """Return an array with the source number of each of ``count`` samples, from sample ``first`` of the run on."""
-        begin = np.uint64((self._origin() + first * _STEP) % _UNIT)
+        begin = np.uint64((self._origin + first * _STEP) % _UNIT)
         points = np.arange(count, dtype=np.uint64) * np.uint64(_STEP) + begin  # modulo 2^64
-        return np.searchsorted(np.array(self._borders()[:-1], np.uint64), points, "right")
+        return np.searchsorted(np.array(self._borders[:-1], np.uint64), points, "right")
 
+    @cached_property
     def _origin(self) -> int:
         return int(rng.stream(self.seed, MIXTURE_STREAM).bit_generator.random_raw())
 
+    @cached_property
     def _borders(self) -> list[int]:
         # Exact fractions: the borders do not depend on the rounding of sums.
         sums = list(accumulate(map(Fraction, self.weights)))

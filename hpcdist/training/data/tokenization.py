@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,6 +125,7 @@ def _tokenizers() -> Any:
         raise MissingCapabilityError(f"tokenization needs tokenizers ({error}); run {EXTRA}") from error
 
 
+@lru_cache(1)  # loading a large vocabulary takes a second
 def _load(content: str) -> Any:
     try:
         tokenizer = _tokenizers().Tokenizer.from_str(content)
