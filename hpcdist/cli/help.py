@@ -34,6 +34,7 @@ GROUPS: Final = {
         "training-step": "A step as a list of operations: generated, proven, executed, simulated, recorded.",
         "pipelines": "Pipeline and tensor parallelism, and their combinations.",
         "experts": "Mixture of experts: router, load balance, expert parallelism.",
+        "data": "Tokenize files; mixtures of sources; Megatron and flat token files.",
         "packing": "Packed documents without padding and without attention between documents.",
         "collectives": "Algorithms of allreduce and other collectives, and their selection.",
         "compression": "Gradient compression, and its cost.",

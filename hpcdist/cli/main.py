@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "tune": ("hpcdist.cli.tune:tune", "Measure which allreduce is fastest here."),
     "schedule": ("hpcdist.cli.plan.schedule:command", "Show the cost of pipeline schedules, and draw them."),
     "checkpoint": ("hpcdist.cli.runs.checkpoint:command", "List, verify, export and import checkpoints."),
+    "data": ("hpcdist.cli.runs.data:command", "Tokenize files, show token directories, train tokenizers."),
     "trace": ("hpcdist.cli.runs.inspect:trace", "Write the timeline of a run for Perfetto, and show waiting times."),
     "hang": ("hpcdist.cli.runs.inspect:hang", "Name the rank and source line at which a run hangs."),
     "config": ("hpcdist.cli.train:config", "Show all values of a recipe, and the source of each value."),

@@ -1,5 +1,6 @@
 """Commands of one training: `hpcdist train`, `grow`, `evaluate`, `sample`, and `hpcdist config show` for recipes."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -203,7 +204,8 @@ def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json:
 
     resolved = recipes.load(recipe, overrides)
     if as_json:
-        click.echo(json.dumps({"recipe": recipes.flat(resolved.recipe), "origin": dict(resolved.origin)}))
+        content = {"recipe": recipes.flat(resolved.recipe), "origin": dict(resolved.origin)}
+        click.echo(json.dumps(content, default=dataclasses.asdict))
     elif not origin:
         click.echo(recipes.dump(resolved.recipe), nl=False)
     else:

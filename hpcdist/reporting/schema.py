@@ -136,6 +136,8 @@ class Field(NamedTuple):
     @property
     def kind(self) -> str:
         """Noun for the type of the values, for the documentation: "integer", "list of texts" or "path"."""
+        if not self.is_leaf:
+            return "list of tables"
         name = "a path" if self.key.path is True else TYPES[self.type]
         return name.removeprefix("a ").replace("whole number", "integer")
 
@@ -180,6 +182,9 @@ class Field(NamedTuple):
 
         ``label``: name of the key in errors. ``source``: file name in errors. ``base``: directory for relative paths.
         """
+        if not self.is_leaf:
+            tables = TableFormat(lambda raw, field, where: field.convert(raw, where, source, base))
+            return tables.value(value, self, label, self.name)
         value = plain_number(value)
         if value == self.key.word and self.key.word:
             return value
@@ -236,7 +241,7 @@ class TableFormat:
         fields = fields_of(kind)
         check_names(table, fields, place)
         values = {
-            field.name: self._value(table.get(key), field, f"{place}{key}", key)
+            field.name: self.value(table.get(key), field, f"{place}{key}", key)
             for key, field in fields.items()
             if field.default is dataclasses.MISSING or key in table
         }
@@ -246,7 +251,8 @@ class TableFormat:
             # The checks of a class do not know in which table of alike values the object is.
             raise ConfigurationError(str(error) if place in str(error) else f"{place}{error}") from None
 
-    def _value(self, raw: Any, field: Field, where: str, key: str) -> Any:
+    def value(self, raw: Any, field: Field, where: str, key: str) -> Any:
+        """Return the TOML value ``raw`` of ``field``, converted. ``where``: name of the ``key`` in errors."""
         if field.is_leaf:
             return self.leaf(raw, field, where)
         if (raw is None or raw == []) and field.default is dataclasses.MISSING:
@@ -262,7 +268,7 @@ class TableFormat:
             return self.read(field.type, raw, f"{where}.")
         check_names(raw, self.names.get(key, raw), f"{where}.")
         inner = field._replace(type=field.item, default=dataclasses.MISSING)
-        return {name: self._value(value, inner, f"{where}.{name}", name) for name, value in raw.items()}
+        return {name: self.value(value, inner, f"{where}.{name}", name) for name, value in raw.items()}
 
     def lines(self, source: Any, header: str = "") -> Iterator[str]:
         """Yield the TOML lines of the dataclass object ``source``. ``header``: prefix of table names."""
@@ -296,6 +302,8 @@ def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
 
 def toml_value(value: Any) -> str:
     """Return ``value`` as TOML text. Raises ConfigurationError if a text is not valid Unicode."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{toml_value(name)} = {toml_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, list | tuple):

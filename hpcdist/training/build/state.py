@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from hpcdist.arrays import backend
@@ -85,7 +86,7 @@ def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
     return {
         "tied": tied,
         "topology": {name: getattr(trainer.grid, name) for name in axes} | {"world": trainer.comm.size},
-        "recipe": recipes.flat(trainer.recipe),
+        "recipe": msgspec.to_builtins(recipes.flat(trainer.recipe)),
         "versions": _versions(),
     } | ({"factory": trainer.factory_seal} if trainer.factory_seal else {})
 

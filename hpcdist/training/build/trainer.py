@@ -140,8 +140,8 @@ class Trainer:
         return self.recipe.run.batches.size(step - 1)
 
     @cached_property
-    def _order(self) -> data.SampleOrder:
-        return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
+    def _sampler(self) -> data.Sampler | data.MixedSampler:
+        return data.sampler_of(self.source.training, self.recipe.run.seed, self.sample_order)
 
     def targets(self, step: int) -> int:
         """Return the total number of loss terms of all replicas in step number ``step`` (from 1). Local."""
@@ -149,7 +149,7 @@ class Trainer:
         if not self.recipe.data.packed:
             return round(samples * self.model.tokens_per_sample)
         before = self.recipe.run.batches.samples_before(step - 1)
-        return cast(FilledSamples, self.source.training).targets(np.array(self._order.indices(before, samples)))
+        return cast(FilledSamples, self.source.training).targets(np.array(self._sampler.indices(before, samples)))
 
     def first_sample(self, step: int) -> int:
         """Return the index of this replica's first sample in the global batch of ``step``. Local."""

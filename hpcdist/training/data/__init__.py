@@ -4,6 +4,7 @@ The samples of a batch depend only on the seed and the global sample index, not 
 `arrays`, `comm`, `hdf5`, `models` and `recipe.config`. Begin with `source.open_source` and `prefetch.Prefetcher`.
 """
 
+from hpcdist.training.data.mixture import MixedSampler, sampler_of
 from hpcdist.training.data.prefetch import Prefetcher, own_samples
 from hpcdist.training.data.sampler import (
     FEISTEL,
@@ -11,6 +12,7 @@ from hpcdist.training.data.sampler import (
     UNIFORM,
     LoadBalancer,
     SampleOrder,
+    Sampler,
     SampleShares,
     microbatches,
     shards,
@@ -22,13 +24,16 @@ __all__ = [
     "RULES",
     "UNIFORM",
     "LoadBalancer",
+    "MixedSampler",
     "Prefetcher",
     "SampleOrder",
     "SampleShares",
+    "Sampler",
     "Source",
     "microbatches",
     "open_source",
     "own_samples",
+    "sampler_of",
     "script_source",
     "shards",
 ]

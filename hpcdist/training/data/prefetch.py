@@ -12,7 +12,8 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
-from hpcdist.training.data.sampler import UNIFORM, Sampler, SampleShares, even_part
+from hpcdist.training.data.mixture import sampler_of
+from hpcdist.training.data.sampler import UNIFORM, SampleShares, even_part
 from hpcdist.training.data.samples import Batch
 from hpcdist.training.data.source import Source
 
@@ -119,7 +120,7 @@ class Prefetcher(ReadAhead[Batch]):
         rule: int = UNIFORM,
     ) -> None:
         batches = recipe.run.batches
-        sampler = Sampler(source.training, recipe.run.seed, rule)
+        sampler = sampler_of(source.training, recipe.run.seed, rule)
 
         def batch(step: int) -> Batch:
             # Runs in the thread, at most the queue depth plus one item ahead of the current step: `shares` may only

@@ -144,6 +144,10 @@ class Sampler:
             return self._samples.take(np.empty(0, np.int64), 0)
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return a list of the sample indices of the batch of ``count`` samples from position ``first`` on."""
+        return self._order.indices(first, count)
+
 
 def joined(parts: Sequence[Any]) -> Any:
     """Concatenate the arrays or `ArrayGroup` objects in ``parts`` along the first axis (samples)."""

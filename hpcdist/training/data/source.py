@@ -4,19 +4,15 @@ A resume rejects data with another fingerprint or digest.
 """
 
 import hashlib
-import json
 import math
-import socket
-import sys
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
@@ -26,14 +22,13 @@ from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
 from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.documents import PackedTokens
 from hpcdist.models.stage import IGNORED, check_tokens
-from hpcdist.reporting import user_cache
 from hpcdist.training.data import files
-from hpcdist.training.data.files import Hdf5Dataset
+from hpcdist.training.data.digests import digest
+from hpcdist.training.data.mixture import MixedSamples
 from hpcdist.training.data.packed import document_ends, split_documents
 from hpcdist.training.data.sampler import in_order
 from hpcdist.training.data.samples import (
     Batch,
-    FileArray,
     MaskedSamples,
     NextTokenSamples,
     Samples,
@@ -42,140 +37,11 @@ from hpcdist.training.data.samples import (
     TokenWindows,
     slice_of,
 )
+from hpcdist.training.data.token_files import TokenShards, open_shards
 from hpcdist.training.recipe.config import DataConfig
 
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
-
-KIND: Final = "data_digests"
-BLOCK_BYTES: Final = 1 << 28  # block that one rank reads between two messages; part of the digest's definition
-READ_BYTES: Final = 1 << 22  # bytes read at a time
-ANNOUNCED_ROUNDS: Final = 16  # the reading of more blocks per rank is announced
-SETTLED_NS: Final = 2_000_000_000  # a file changed more recently could change again without a new timestamp
-_memory_cache: dict[str, str] = {}  # digests by file state, for users without a writable cache directory
-
-
-def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return a hexadecimal hash of all elements of the arrays ``columns``. Collective. Raises StorageError.
-
-    ``what``: name of the data for messages. ``kept_only``: return a cached hash, or "" without a cached hash.
-    """
-    # Ranks with the same files share the work.
-    began_ns = time.time_ns()
-    key, newest_ns = _file_state(columns)
-    states = comm.allgather_object((key, _cached(key)))
-    members = [rank for rank, (other, _) in enumerate(states) if other == key]
-    result = next((value for other, value in states if other == key and value), "")
-    sizes = Counter(other for other, _ in states)
-    waiting = set(sizes) - {other for other, value in states if value}
-    if kept_only and waiting:
-        return ""
-    blocks = sum(_blocks(column) for column in columns)
-    rounds = max((-(-blocks // sizes[other]) for other in waiting), default=0)
-    if rounds > ANNOUNCED_ROUNDS and comm.rank == 0:
-        _announce(what, columns)
-    parts: list[bytes] = []
-    for number in range(rounds):
-        index = number * len(members) + members.index(comm.rank)
-        part: bytes | HpcdistError = b""
-        if not result and index < blocks:
-            try:
-                part = _block(*_block_place(columns, index))
-            except HpcdistError as error:
-                part = error
-        gathered = comm.allgather_object(part)
-        for other_part in gathered:
-            if isinstance(other_part, HpcdistError):
-                raise other_part
-        parts += [gathered[rank] for rank in members]  # in the order of the blocks; empty parts come last
-    if result:
-        return result
-    types = json.dumps([[str(column.dtype), list(column.shape)] for column in columns])
-    result = xxhash.xxh3_128_hexdigest(types.encode() + b"".join(parts))
-    if newest_ns is not None and newest_ns < began_ns - SETTLED_NS and _file_state(columns)[0] == key:
-        _memory_cache[key] = result
-        if comm.rank == members[0]:
-            _store_digest(key, result, what if rounds > ANNOUNCED_ROUNDS else "")
-    return result
-
-
-def _rows(column: Sliceable) -> int:
-    return max(1, BLOCK_BYTES // _row_bytes(column))
-
-
-def _blocks(column: Sliceable) -> int:
-    return -(-len(column) // _rows(column))
-
-
-def _block_place(columns: Sequence[Sliceable], number: int) -> tuple[Sliceable, int]:
-    for column in columns:
-        if number < _blocks(column):
-            return column, number * _rows(column)
-        number -= _blocks(column)
-    raise IndexError(
-        f"the training data has {sum(map(_blocks, columns))} blocks, but the caller asks for block "
-        f"{sum(map(_blocks, columns)) + number}; ask for a smaller number"
-    )
-
-
-def _row_bytes(column: Sliceable) -> int:
-    return max(1, column.dtype.itemsize * math.prod(column.shape[1:]))
-
-
-def _block(column: Sliceable, start: int) -> bytes:
-    state, stop = xxhash.xxh3_128(), min(start + _rows(column), len(column))
-    step = max(1, READ_BYTES // _row_bytes(column))
-    for first in range(start, stop, step):
-        state.update(np.ascontiguousarray(column[first : min(first + step, stop)]).view(np.uint8).data)
-    return state.digest()
-
-
-def _file_state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
-    state: list[Any] = []
-    newest_ns = 0
-    for column in columns:
-        if not isinstance(column, FileArray | Hdf5Dataset) or (files := column.files()) is None:
-            return f"of {socket.gethostname()}", None
-        state.append([str(column.dtype), list(column.shape), column.place])
-        for path, status in files:
-            state.append([str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-            newest_ns = max(newest_ns, status.st_mtime_ns, status.st_ctime_ns)
-    return user_cache.digest({"state": state}), newest_ns
-
-
-def _cached(key: str) -> str:
-    if key in _memory_cache:
-        return _memory_cache[key]
-    try:
-        content = json.loads(user_cache.read(_cache_path(key)))
-        value = content["digest"] if content["key"] == key else ""
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""
-    return value if isinstance(value, str) else ""
-
-
-def _store_digest(key: str, value: str, what: str) -> None:
-    try:
-        user_cache.write(_cache_path(key), {"key": key, "digest": value})
-    except OSError as error:
-        if what:
-            reason = f"{error.strerror or error}; set XDG_CACHE_HOME to a directory"
-            print(f"hpcdist: each start reads all of {what}: its digest cannot be cached ({reason})", file=sys.stderr)
-
-
-def _cache_path(key: str) -> Path:
-    return user_cache.directory(KIND) / f"{key}.json"
-
-
-def _announce(what: str, columns: Sequence[Sliceable]) -> None:
-    size = sum(_row_bytes(column) * len(column) for column in columns)
-    print(
-        f"hpcdist: all {size / 1e9:,.0f} GB of {what} are read once to verify the data in a resume; "
-        "data.digest = 'probes' reads only samples of it",
-        file=sys.stderr,
-        flush=True,
-    )
-
 
 PROBES, PROBE_ELEMENTS = 64, 1024  # number and size of the probes in a fingerprint
 MODEL_INPUTS = {"context", "features", "classes", "height", "width", "channels"}  # arguments of `models.build`
@@ -283,7 +149,7 @@ def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
             raise other
     different = [rank for rank, other in enumerate(verdicts) if other != verdicts[0]]
     if different:
-        where = f"data.path = {config.path}" if config.path else "the Python standard library"
+        where = f"data.path = {', '.join(config.paths)}" if config.paths else "the Python standard library"
         raise DataError(
             f"rank {different[0]} and {len(different) - 1} other ranks see other data than rank 0 in {where}; set "
             "data.path to a file that is the same on all nodes"
@@ -291,8 +157,13 @@ def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
 
 
 def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[Sliceable, ...]]:
-    path = Path(config.staged or config.path)
     config.check_exists()
+    if config.source:
+        return _mixture(config, model)
+    path = Path(config.staged or config.path)
+    shards = open_shards(str(path), config.dtype) if config.path else None
+    if shards is not None:
+        return _sharded_source(shards, config, model), (shards.tokens,)
     kind = files.kind_of(path) if config.path else "library"
     if model.kind == "convnet" and kind != "hdf5":
         raise DataError(
@@ -314,20 +185,85 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
         tokens, ends, description = files.text_of_directory(path)
     else:
         tokens, description = files.bytes_of_file(path), f"{path}"
-    unit = "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
-    description = f"{description}, {len(tokens):,} {unit}"
+    description = _counted(description, tokens)
     if config.packed:
         ends = document_ends(tokens, ends, config, f"{path}")
         return _packed_source(tokens, ends, description, config, model), (tokens,)
     return _token_source(tokens, description, config, model), (tokens,)
 
 
-def _token_source(tokens: Sliceable, description: str, config: DataConfig, model: ModelConfig) -> Source:
+def _counted(description: str, tokens: Sliceable) -> str:
+    unit = "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
+    return f"{description}, {len(tokens):,} {unit}"
+
+
+def _mixture(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[Sliceable, ...]]:
+    opened = [_open_files(replace(config, source=(), path=one.path, dtype=one.dtype), model) for one in config.source]
+    sources, weights = [source for source, _ in opened], [one.weight for one in config.source]
+    shares = [weight / sum(weights) for weight in weights]
+    for source in sources:
+        if source.inputs != sources[0].inputs:
+            raise DataError(
+                f"data.source: {source.description} has the model sizes {source.inputs}, but {sources[0].description} "
+                f"has {sources[0].inputs}; mix only sources of equal samples"
+            )
+    held_out = [source.validation for source in sources if source.validation is not None]
+    names = "; ".join(f"{share:.1%} {source.description}" for share, source in zip(shares, sources, strict=True))
+    state = hashlib.blake2b("".join(source.fingerprint for source in sources).encode(), digest_size=16)
+    # Sums over the sources, weighted by their shares; None if the samples are not packed.
+    mean = partial(_weighted, shares)
+    pairs = [source.documents for source in sources if source.documents is not None]
+    mixed = Source(
+        f"mixture of {len(sources)} sources: {names}",
+        MixedSamples([source.training for source in sources], weights),
+        MixedSamples(held_out, [1.0] * len(held_out)) if held_out else None,
+        None,
+        sources[0].inputs,
+        state.hexdigest(),
+        padding=mean([source.padding for source in sources]),
+        targets=mean([source.targets for source in sources]),
+        documents=DocumentPairs(*(mean(list(column)) or 0.0 for column in zip(*pairs, strict=True))) if pairs else None,
+    )
+    return mixed, tuple(column for _, columns in opened for column in columns)
+
+
+def _weighted(shares: Sequence[float], values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return sum(map(operator.mul, shares, numbers)) if len(numbers) == len(shares) else None
+
+
+def _sharded_source(shards: TokenShards, config: DataConfig, model: ModelConfig) -> Source:
+    tokens, description = shards.tokens, _counted(shards.description, shards.tokens)
+    if model.kind in TRANSFORMERS and shards.vocabulary > model.vocabulary:
+        raise DataError(
+            f"{shards.description}: its tokenizer has {shards.vocabulary:,} tokens, but model.vocabulary = "
+            f"{model.vocabulary:,}; set model.vocabulary to at least {shards.vocabulary}"
+        )
+    if config.packed:
+        ends = document_ends(tokens, shards.document_ends(), config, shards.description)
+        return _packed_source(tokens, ends, description, config, model)
+    return _token_source(tokens, description, config, model, shards.border)
+
+
+def _token_source(
+    tokens: Sliceable,
+    description: str,
+    config: DataConfig,
+    model: ModelConfig,
+    border: Callable[[int], int] = lambda position: position,
+) -> Source:
+    # ``border``: function that returns the last end of a document up to a position.
     context = config.context
     needs = (
         f"data.context = {context} needs {context + 1} tokens a sample; give more data, or set a smaller data.context"
     )
     stop = _training_part(len(tokens), config.validation_fraction, context + 1, description, needs)
+    stop = border(stop)
+    if stop <= context:
+        raise DataError(
+            f"{description}: the last documents, with data.validation_fraction = {config.validation_fraction} of the "
+            f"tokens, leave {stop:,} tokens for training; give more documents, or set data.validation_fraction = 0"
+        )
     training = slice_of(tokens, 0, stop)
     rest = slice_of(tokens, stop, len(tokens)) if stop < len(tokens) else None
     fingerprint = _fingerprint(tokens)

@@ -3,6 +3,7 @@
 Light: imports no MPI, HDF5 or NumPy.
 """
 
+import glob
 import math
 import os
 from dataclasses import dataclass
@@ -18,8 +19,21 @@ from hpcdist.reporting.schema import check_section, key
 ACTIVATIONS: Final = ("float32", "working")
 SHARES: Final = ("even", "measured")
 DIGESTS: Final = ("whole", "probes")
+FLAT_TYPES: Final = ("", "uint16", "uint32")
 DEVICES: Final = ("cpu", "gpu")
 MOST_SAMPLES: Final = 2**31  # per step
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """Table ``[[data.source]]``: a source of a mixture."""
+
+    path: str = key("", "Data of the source, as data.path.", path=True, valid=bool, expected="a path")
+    weight: float = key(1.0, "Share of the samples, relative to the sum of all weights.", gt=0)
+    dtype: str = key("", "Type of the tokens in flat files, as data.dtype.", choices=FLAT_TYPES)
+
+    def __post_init__(self) -> None:
+        check_section((), "data.source", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +46,13 @@ class DataConfig:
 
     path: str = key(
         "",
-        'Text file, text directory, tokens (.npy, HDF5), or HDF5 with x and y. "": source code of Python.',
+        'Text, tokens (directory, .npy, HDF5, Megatron, flat), or HDF5 with x and y. "": source code of Python.',
         path=True,
     )
+    source: tuple[DataSource, ...] = key(
+        (), "Mixture: tables [[data.source]] with path, weight (default 1) and dtype, in place of path."
+    )
+    dtype: str = key("", 'Type of the tokens in flat files without header. "": the files store it.', choices=FLAT_TYPES)
     staged: str = key("", "Copy of path on each node, which the ranks read instead of path.", path=True)
     context: int = key(128, "Context length: number of tokens per sample.", ge=1, le=MOST_CONTEXT)
     validation_fraction: float = key(
@@ -56,11 +74,16 @@ class DataConfig:
         check_section(RULES, "data", self)
 
     def check_exists(self) -> None:
-        """Raise DataError if the training data (a file or directory) does not exist. Local."""
-        path = self.staged or self.path
-        if self.path and not os.path.exists(path):
-            key = "data.staged" if self.staged else "data.path"
-            raise DataError(f"{key} = {path}: there is no such file or directory; set the key to an existing path")
+        """Raise DataError if the training data (files or directories) does not exist. Local."""
+        key = "data.source" if self.source else "data.staged" if self.staged else "data.path"
+        for path in (self.staged,) if self.staged else self.paths:
+            if not (os.path.exists(path) or glob.glob(path) or os.path.exists(f"{path}.idx")):
+                raise DataError(f"{key} = {path}: there is no such file or directory; set the key to an existing path")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Original paths of the data: of all sources, or the key ``path``. () for the source code of Python."""
+        return tuple(source.path for source in self.source) or tuple(filter(None, [self.path]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +195,9 @@ class SurvivalConfig:
 _SCALING: Final = ("loss_scale", "growth_interval", "hysteresis", "minimum_scale")
 RULES: Final = (
     rule("data.staged with data.path=", "there is no original file", "set data.path, or leave it out"),
+    rule("data.path with data.source", "the sources have their own paths", "make data.path a source, or leave it out"),
+    rule("data.staged with data.source", "only data.path can be staged", "leave data.staged out"),
+    rule("data.dtype with data.path=", "flat files need a path", "set data.path, or the dtype of each data.source"),
     no_effect("data.document_end", -1, "data.packed", [True]),
     no_effect("data.cut_documents", False, "data.packed", [True]),
     rule(

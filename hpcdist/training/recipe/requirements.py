@@ -131,7 +131,7 @@ def _imports_torch_backend(script: Path) -> bool:
 
 
 def _missing_hdf5_filters(data: "DataConfig") -> list[str]:
-    for path in filter(None, (data.staged, data.path)):
+    for path in filter(None, (data.staged, *data.paths)):
         if _is_hdf5(Path(path)):
             from hpcdist.training.data import files
 

@@ -98,7 +98,7 @@ def plan_training(
     )
     site_search.check(job, site)
     shape = f"{size_of(job)}: {degrees_equation(recipe, job.ranks)}"
-    planned = checked_job(job, site, shape, [*notes, *saves], [recipe.data.path])
+    planned = checked_job(job, site, shape, [*notes, *saves], recipe.data.paths)
     # Another Python of the ranks may have the modules that this Python lacks: see `hpcdist doctor --job`.
     own_python = not job.python_of_ranks and job.environment is None
     missing = tuple(requirements.missing_packages(recipe)) if own_python else ()
@@ -326,7 +326,8 @@ def _staged_data(is_requested: bool, recipe: "Recipe") -> Path | None:
         return None
     if not recipe.data.path:
         raise ConfigurationError(
-            "--stage-data: data.path is empty, so there is nothing to copy; leave --stage-data out"
+            "--stage-data: data.path is empty, so there is nothing to copy (a data.source is not copied); leave "
+            "--stage-data out"
         )
     return Path(recipe.data.path)
 

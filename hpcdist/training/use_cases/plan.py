@@ -302,7 +302,7 @@ def _description(recipe: "Recipe", name: str, notes: list[str]) -> ModelDescript
     if recipe.model.kind in TRANSFORMERS:
         inputs = {"context": recipe.data.context}
         documents = _documents(recipe, notes) if recipe.data.packed else None
-    elif recipe.model.kind == "mlp" and not recipe.data.path:
+    elif recipe.model.kind == "mlp" and not recipe.data.paths:
         inputs = {"features": recipe.data.context, "classes": 256}  # predicts the next byte of a text
     elif recipe.model.kind in ("mlp", "convnet"):
         inputs = _source(recipe).inputs

@@ -14,8 +14,8 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.reporting import user_cache
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.data import digests as module
 from hpcdist.training.data import files, open_source
-from hpcdist.training.data import source as module
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.config import DataConfig
 from hpcdist.training.use_cases import import_checkpoint
