@@ -88,10 +88,14 @@ class Layout:
 
     segments: tuple[Segment, ...]
     size: int
+    layers: tuple[int, ...] = ()  # numbers of all layers, in order; a layer may have no tensors
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec]) -> "Layout":
-        """Return a layout of the tensors ``specs``, in this order. Raises ValueError if two have the same name."""
+    def of(cls, specs: Iterable[TensorSpec], layers: tuple[int, ...] = ()) -> "Layout":
+        """Return a layout of the tensors ``specs``, in this order. Raises ValueError if two have the same name.
+
+        ``layers``: numbers of all layers, or (): layers that have tensors.
+        """
         segments: list[Segment] = []
         seen: set[str] = set()
         offset = 0
@@ -101,7 +105,7 @@ class Layout:
             seen.add(spec.key)
             segments.append(Segment(spec, Range(offset, offset + spec.size)))
             offset += spec.padded
-        return cls(tuple(segments), offset)
+        return cls(tuple(segments), offset, layers)
 
     @cached_property
     def by_key(self) -> dict[str, Segment]:
@@ -130,7 +134,13 @@ class Layout:
             else:
                 assert before.stop == segment.range.start, f"layer {segment.spec.layer} is not contiguous"
                 units[segment.spec.layer] = Range(before.start, stop)
-        return units
+        if not self.layers:
+            return units
+        end, ordered = 0, {}
+        for layer in self.layers:
+            ordered[layer] = units.get(layer, Range(end, end))
+            end = ordered[layer].stop
+        return ordered
 
     def range_of(self, layer: int, portion: str) -> Range:
         """Return the flat range of ``layer``. ``portion``: "" for all tensors, or only "expert" or "dense" tensors."""

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from hpcdist.arrays import rng
-from hpcdist.arrays.backend import Array, Scalar
+from hpcdist.arrays.backend import Array, Scalar, namespace
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
@@ -106,6 +106,7 @@ class Model:
         self.seeded, self.on = seeded, on
         self.clocks: tuple[Callable[[], float], ...] = ()  # communication times of stages; see `communicated_s`
         self.watch: Any = None  # checker for bad values in the communication of stages
+        self._unread: dict[tuple[int, ...], Array] = {}  # gradients of frozen tensors, by shape
 
     def predicting(self, targets: float) -> "Model":
         """Return a copy of this model whose loss is divided by ``targets``, the number of targets per sample."""
@@ -115,8 +116,14 @@ class Model:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of all tensors in one flat parameter vector. The tensors of each stage are contiguous."""
-        return Layout.of(spec for stage in self.stages for spec in stage.tensors())
+        """Layout of the trained tensors in one flat parameter vector. The tensors of each stage are contiguous."""
+        specs = (spec for stage in self.stages for spec in stage.tensors())
+        return Layout.of(specs, tuple(stage.layer for stage in self.stages))
+
+    @cached_property
+    def whole_layout(self) -> Layout:
+        """Layout of all tensors, with those that are frozen."""
+        return Layout.of(spec for stage in self.stages for spec in getattr(stage, "inner_tensors", stage.tensors)())
 
     @cached_property
     def needs(self) -> dict[int, list[int]]:
@@ -132,12 +139,15 @@ class Model:
 
     def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
         """Return the parameters of stage number ``unit`` as {name: view of the parameter store ``store_of(layer)``}."""
-        return _views(self.stages[unit], self._stores(store_of))
+        stage = self.stages[unit]
+        frozen: Parameters = getattr(stage, "frozen", {})
+        return {**_views(stage, self._stores(store_of)), **frozen}
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
         """Return the gradients of stage number ``unit`` as views of the gradient stores ``store_of(layer)``."""
         # All stages of a rank share `written`, the set of the keys of tensors with a gradient in this step.
-        return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
+        views = _views(self.stages[unit], self._stores(store_of))
+        return BoundGradients(self.stages[unit], views, written, self._unread)
 
     def bind(self, store: FlatStore) -> list[Parameters]:
         """Return a list with the parameters of each stage, as views of ``store``, which must contain all tensors."""
@@ -159,12 +169,21 @@ class Model:
     def initialise_stage(self, unit: int, store: FlatStore, seed: int) -> None:
         """Write the initial parameters of stage number ``unit`` into ``store``, on the host."""
         stage = self.stages[unit]
-        index = {spec.key: number for number, spec in enumerate(stage.tensors())}
 
         def rng_of(spec: TensorSpec) -> np.random.Generator:
-            return rng.stream(seed, spec.layer, index[spec.key])
+            return rng.stream(seed, spec.layer, self._numbers[spec.key])
 
         stage.initialise({spec.name: store.view(spec.key) for spec in stage.tensors()}, rng_of)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        # {key: number of the tensor in its layer}
+        layers: dict[int, int] = defaultdict(int)
+        numbers = {}
+        for segment in self.whole_layout.segments:
+            numbers[segment.key] = layers[segment.spec.layer]
+            layers[segment.spec.layer] += 1
+        return numbers
 
     def forward(
         self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0, draw: Draw | None = None
@@ -280,8 +299,9 @@ class Loss:
 class BoundGradients:
     """Gradient arrays of one stage, as views of stores. Implements `hpcdist.models.stage.Gradients`."""
 
-    def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:
-        self._views = views
+    def __init__(self, stage: Stage, views: Parameters, written: set[str], unread: dict[Any, Array]) -> None:
+        # `unread`: scratch arrays for gradients of frozen tensors, by shape.
+        self._views, self._frozen, self._unread = views, getattr(stage, "frozen", {}), unread
         self._own = {spec.name: spec.key for spec in stage.tensors()}
         self._keys = self._own | stage.tied
         self._written = written
@@ -300,7 +320,15 @@ class BoundGradients:
         """Mark the gradients of the tensors ``keys`` as written. Further gradients of this step are added to them."""
         self._written.update(keys)
 
+    def wants(self, name: str) -> bool:
+        return name in self._keys
+
     def into(self, name: str) -> tuple[Array, bool]:
+        if name in self._frozen:
+            like = self._frozen[name]
+            if like.shape not in self._unread:
+                self._unread[like.shape] = namespace(like).empty_like(like)
+            return self._unread[like.shape], False
         key = self._keys[name]
         add = key in self._written
         self._written.add(key)

@@ -38,8 +38,18 @@ class Draw:
 class Gradients(Protocol):
     """Gradient arrays of one stage. The first gradient of a step overwrites an array, all others are added."""
 
+    @property
+    def views(self) -> Parameters:
+        """The gradient arrays of the stage: {parameter name: array}."""
+
+    def wants(self, name: str) -> bool:
+        """Return True if the stage has a tensor ``name`` that is trained."""
+
     def into(self, name: str) -> tuple[Array, bool]:
-        """Return (gradient array of the tensor ``name``, True if the caller must add to the array, else False)."""
+        """Return (gradient array of the tensor ``name``, True if the caller must add to the array, else False).
+
+        For a frozen tensor, the array is scratch memory that nobody reads.
+        """
 
     def begin_step(self) -> None:
         """Mark all gradients of the stage as unwritten, before the first backward pass of a step."""

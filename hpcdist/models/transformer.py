@@ -5,16 +5,22 @@ hidden). The encoder has no causal mask. Its samples have `masked_predictions` t
 `hpcdist.models.stage.IGNORED`.
 """
 
+import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.layers import low_rank
 from hpcdist.models.layers.dropout import DOWN, EMBEDDING, PROJECTION, fits_counter
+from hpcdist.models.layers.linear import LocalLinear
 from hpcdist.models.layers.norm import LocalNorm
+from hpcdist.models.lora import ADAPTED_LAYERS, TARGETS, LoraConfig
+from hpcdist.models.model import Model
 from hpcdist.models.stage import (
     AttentionOptions,
     DeclaredStage,
@@ -80,8 +86,9 @@ class TokenEmbedding(DeclaredStage):
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> None:
         dy = operations.dropout.backward(dy, self.dropout, EMBEDDING, saved)
-        operations.embed.backward(gradients, "tokens", dy, saved)
-        if self.learned:
+        if gradients.wants("tokens.weight"):
+            operations.embed.backward(gradients, "tokens", dy, saved)
+        if gradients.wants("positions.weight"):
             operations.positions.backward(gradients, "positions", dy, saved)
 
 
@@ -116,14 +123,41 @@ class TransformerBlock(DeclaredStage):
         )
         super().__init__(layer, specs, (context, hidden))
 
+    @property
+    def row_inputs(self) -> dict[str, tuple[int, int]]:
+        """Layers whose inputs tensor ranks divide: {prefix: (0, number of inputs)}."""
+        rows = ((spec, spec.name.rpartition(".")) for spec in self._specs)
+        return {
+            prefix: (0, spec.shape[1])
+            for spec, (prefix, _, kind) in rows
+            if kind == "weight" and spec.cut == 1 and len(spec.shape) == 2
+        }
+
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the weights from ``rng_of(spec)``. Layers before a residual sum get a smaller standard deviation."""
         for spec in self._specs:
-            if spec.name.endswith(".weight"):
+            if spec.name.endswith(f".{low_rank.A}"):  # as Kaiming's uniform rule with a slope of sqrt(5)
+                bound = spec.shape[-1] ** -0.5
+                parameters[spec.name][...] = rng_of(spec).uniform(-bound, bound, spec.shape)
+            elif spec.name.endswith(".weight"):
                 residual = spec.name.endswith(("projection.weight", "down.weight"))
                 draw_normal(parameters, spec, rng_of, self._residual_deviation if residual else INITIAL_DEVIATION)
             else:
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
+
+    def with_adapters(self, lora: LoraConfig) -> "TransformerBlock":
+        """Return a copy of this block with the tensors of the adapters that ``lora`` describes."""
+        other, adapted = copy.copy(self), list[TensorSpec]()
+        for weight in self._specs:
+            prefix, _, kind = weight.name.rpartition(".")
+            parts = weight.stacked if len(weight.shape) > 2 else 1
+            targets = [names for names in ADAPTED_LAYERS.get(prefix, ()) if len(names) == parts]
+            for target in targets[0] if kind == "weight" and targets else ():
+                if not lora.targets or target in lora.adapted:
+                    adapted += _adapter_specs(weight, f"{prefix}.{target}", lora.rank)
+        dense = [spec for spec in self._specs if not spec.expert]
+        other._specs = (*dense, *adapted, *self._specs[len(dense) :])
+        return other
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         normal = operations.norm.forward(parameters, "norm1", x, saved, kind=self.norm, epsilon=self.epsilon)
@@ -255,6 +289,44 @@ class TransformerBlock(DeclaredStage):
         dx = linear.backward(parameters, gradients, "kv", dkv, saved)
         dx += from_query
         return dx
+
+
+def _adapter_specs(weight: TensorSpec, name: str, rank: int) -> Iterator[TensorSpec]:
+    # Of a layer whose outputs are cut, tensor ranks have the whole `a`, and compute a part of its gradient each. Of a
+    # layer whose inputs are cut, this holds for `b`.
+    outputs, inputs = weight.shape[-2:]
+    by_inputs = weight.cut == len(weight.shape) - 1
+    yield TensorSpec(
+        weight.layer, f"{name}.{low_rank.A}", (rank, inputs), cut=1 if by_inputs else None, partial=not by_inputs
+    )
+    yield TensorSpec(
+        weight.layer, f"{name}.{low_rank.B}", (outputs, rank), cut=None if by_inputs else 0, partial=by_inputs
+    )
+
+
+def with_adapters(model: Model, lora: LoraConfig) -> Model:
+    """Return a copy of the transformer ``model`` with low-rank adapters, or ``model`` itself if the rank is 0.
+
+    Raises ConfigurationError if a block lacks a target.
+    """
+    if not lora.rank:
+        return model
+    adapted = copy.copy(model)
+    adapted.stages = tuple(
+        stage.with_adapters(lora) if isinstance(stage, TransformerBlock) else stage for stage in model.stages
+    )
+    block = adapted.stages[1]
+    assert isinstance(block, TransformerBlock)
+    found = {spec.name.split(".")[1] for spec in block.tensors() if spec.name.endswith(low_rank.A)}
+    if missing := [target for target in lora.adapted if target not in found]:
+        raise ConfigurationError(
+            f"lora.targets has {missing[0]}, but the blocks of the model have no such linear layer; choose from "
+            f"{', '.join(sorted({*TARGETS} - {*missing}))}, or leave lora.targets empty"
+        )
+    adapters = low_rank.LowRank(lora.alpha / lora.rank, lora.dropout, model.operations.dropout, inputs=block.row_inputs)
+    linear = LocalLinear(adapters)
+    adapted.operations = replace(model.operations, linear_column=linear, linear_row=linear)
+    return adapted
 
 
 def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]:

@@ -189,7 +189,7 @@ def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup
         if group is not None:
             group_of[key] = group
     for text, group in zip(config.groups, groups, strict=True):
-        if not any(group is taken for taken in group_of.values()):
+        if not group.frozen and not any(group is taken for taken in group_of.values()):
             raise ConfigurationError(
                 f"the group {text!r} in optimizer.groups matches no tensor, or only tensors of earlier groups; use "
                 f"tensor names such as {', '.join(segment.key for segment in layout.segments[:4])} (`hpcdist "

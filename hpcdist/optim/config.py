@@ -29,6 +29,7 @@ class ParameterGroup:
     patterns: tuple[str, ...]
     weight_decay: float | None = None  # replaces ``optimizer.weight_decay``, also for biases and norm scales
     rate_factor: float = 1.0  # multiplies the learning rate
+    frozen: bool | None = None  # not trained; None: as by default
     muon: bool | None = None  # the optimizer muon orthogonalises the updates of these matrices; None: as by default
 
     @classmethod
@@ -39,16 +40,16 @@ class ParameterGroup:
         try:
             for option in options.split():
                 name, _, value = option.partition("=")
-                if name not in ("weight_decay", "rate_factor", "muon") or name in values:
+                if name not in ("weight_decay", "rate_factor", "frozen", "muon") or name in values:
                     raise ValueError(name)
-                values[name] = float(value) if name != "muon" else bool(("0", "1").index(value))
+                values[name] = bool(("0", "1").index(value)) if name in ("frozen", "muon") else float(value)
         except ValueError:
             values = {}
         if not names.split() or not values or not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise ConfigurationError(
                 f"optimizer.groups has the invalid group {text!r}; write patterns of tensor names, a colon and options "
-                "that are at least 0, as in '*.bias *.norm.weight: weight_decay=0.0 rate_factor=2.0' (muon=0 or muon=1 "
-                "only with optimizer.name = 'muon')"
+                "that are at least 0, as in '*.bias *.norm.weight: weight_decay=0.0 rate_factor=2.0', or frozen=1 "
+                "(muon=0 or muon=1 only with optimizer.name = 'muon')"
             )
         return cls(patterns=tuple(names.split()), **values)  # type: ignore[arg-type]
 
@@ -107,7 +108,7 @@ class OptimizerConfig:
         0.0, "Decay rate of the moving average of the parameters over the updates. 0: no average is kept.", ge=0, lt=1
     )
     groups: tuple[str, ...] = key(
-        (), 'Options for some tensors, as ["*.bias: weight_decay=0.0 rate_factor=2.0"]. The first match counts.'
+        (), 'Options for some tensors, as ["*.bias: weight_decay=0.0", "0.*: frozen=1"]. The first match counts.'
     )
 
     def __post_init__(self) -> None:
@@ -122,6 +123,11 @@ class OptimizerConfig:
     def parsed_groups(self) -> tuple[ParameterGroup, ...]:
         """Parameter groups that the texts in ``groups`` describe, in the same order."""
         return tuple(map(ParameterGroup.of, self.groups))
+
+    def freezes(self, name: str, default: bool) -> bool:
+        """Return True if the tensor ``name`` is frozen. ``default``: the answer if no group says so."""
+        group = next((group for group in self.parsed_groups if group.has(name)), None)
+        return default if group is None or group.frozen is None else group.frozen
 
 
 _BOTH: Final = "set both (scaling 'linear' for sgd and lars, 'sqrt' for adamw, lamb and muon), or 'none' and 0"

@@ -137,6 +137,11 @@ def _cuda_graphs() -> Iterator[Rule]:
 
 
 RULES: Final = (
+    rule(
+        "lora.rank with model.kind!=gpt|encoder",
+        "only the blocks of transformers have adapters",
+        "set it to 0, and freeze tensors with optimizer.groups",
+    ),
     *_without_effect(),
     *_batches(),
     rule(

@@ -366,7 +366,7 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         trainer = self._trainer
         if trainer.grid.size > trainer.grid.data and _are_compared(self.recipe, before, number):
-            compares = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)
+            compares = trainer.context.computes and (trainer.last_stage or trainer.context.computed_units[0] == 0)
             check_batch(trainer.comm, self.data_rank, x, y, what, looks=compares)
 
 

@@ -56,7 +56,7 @@ def recipe_keys(text: str) -> Keys:
     """Return the recipe keys in ``text``: "strategy=zero1 zero.gradients=2".
 
 
-    The section may be omitted if only one section has the key.
+    The section may be omitted if only one section has the key; [lora] does not count.
     """
     sections: dict[str, list[str]] = {}
     for section, kind in get_type_hints(recipes.Recipe).items():
@@ -65,7 +65,7 @@ def recipe_keys(text: str) -> Keys:
     keys: Keys = {}
     for word in text.split():
         key, _, value = word.partition("=")
-        (section,) = sections[key] if "." not in key else [""]
+        (section,) = (name for name in sections[key] if name != "lora") if "." not in key else [""]
         keys[f"{section}.{key}".removeprefix(".")] = number(value)
     return keys
 
@@ -169,7 +169,7 @@ def outcomes(trainer: Trainer, last: int, first: int | None = None) -> list[tupl
 
 def state(trainer: Trainer) -> State:
     """Return all parameters and optimizer state from the pieces that the ranks save. Collective."""
-    return gather_tensors(trainer.comm, trainer.exchange.pieces())
+    return gather_tensors(trainer.comm, trainer.pieces())
 
 
 def gather_tensors(comm: Communicator, pieces: Iterable[Piece]) -> State:

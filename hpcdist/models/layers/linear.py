@@ -15,59 +15,95 @@ from hpcdist.arrays.backend import Array, is_device, matmul, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.config import ACTIVATIONS
 from hpcdist.models.layers import cuda_kernels
+from hpcdist.models.layers.low_rank import KEPT, LowRank
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
 class LocalLinear:
-    """Linear layer ``y = x weight^T + bias`` without communication, for a weight of shape (outputs, inputs)."""
+    """Linear layer ``y = x weight^T + bias`` without communication, for a weight of shape (outputs, inputs).
 
-    weight_reads = ("x",)
+    ``low_rank``: adapters of the model's linear layers, or None.
+    """
+
+    def __init__(self, low_rank: LowRank | None = None) -> None:
+        self.low_rank = low_rank
+        self.weight_reads = ("x",) if low_rank is None else ("x", KEPT)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
         saved.keep(f"{prefix}.x", x)
-        return affine(parameters, prefix, x, saved, biased=biased)
+        return affine(parameters, prefix, x, saved, self.low_rank, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
+        begin_backward(parameters, prefix, dy, saved, self.low_rank)
         self.backward_weight(parameters, gradients, prefix, dy, saved)
-        return self.backward_input(parameters, prefix, dy, saved)
+        return gradient_of_input(parameters, prefix, dy, saved, self.low_rank)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        return gradient_of_input(parameters, prefix, dy, saved)
+        begin_backward(parameters, prefix, dy, saved, self.low_rank)
+        return gradient_of_input(parameters, prefix, dy, saved, self.low_rank)
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        gradient_of_weight(gradients, prefix, dy, saved[f"{prefix}.x"], saved)
-        if f"{prefix}.bias" in parameters:
-            gradient_of_bias(gradients, prefix, dy)
+        gradient_of_weight(gradients, prefix, dy, saved[f"{prefix}.x"], saved, self.low_rank)
+        gradient_of_bias(gradients, prefix, dy)
 
 
-def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
+def affine(
+    parameters: Parameters,
+    prefix: str,
+    x: Array,
+    saved: Saved,
+    low_rank: LowRank | None = None,
+    *,
+    biased: bool = True,
+) -> Array:
     """Return ``x weight^T + bias`` for contiguous x, in an array from ``saved``. Omit the bias unless ``biased``."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
     rows = y.reshape(-1, outputs)
     matmul(x.reshape(-1, inputs), weight.T, rows)
+    if low_rank is not None:
+        low_rank.forward(parameters, prefix, x, rows, saved)
     bias = parameters.get(f"{prefix}.bias")
     if bias is not None and biased:
         add_to_rows(rows, bias.reshape(-1))
     return y
 
 
-def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+def begin_backward(parameters: Parameters, prefix: str, dy: Array, saved: Saved, low_rank: LowRank | None) -> None:
+    """Compute what both gradients of a layer with adapters need. Call it before `gradient_of_input` and others."""
+    if low_rank is not None:
+        low_rank.begin_backward(parameters, prefix, dy, saved)
+
+
+def gradient_of_input(
+    parameters: Parameters, prefix: str, dy: Array, saved: Saved, low_rank: LowRank | None = None
+) -> Array:
     """Return the input gradient ``dy weight``. The next call for any layer overwrites the returned array."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
     assert not namespace(dy).may_share_memory(dx, dy), f"{prefix}: dy lies in the scratch array of dx of another linear"
     matmul(dy.reshape(-1, outputs), weight, dx.reshape(-1, inputs))
+    if low_rank is not None:
+        low_rank.backward_input(parameters, prefix, dy, dx, saved)
     return dx
 
 
-def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
-    """Write the weight gradient ``dy^T x``, or add ``dy^T x`` to the gradients of earlier calls in this step."""
+def gradient_of_weight(
+    gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved, low_rank: LowRank | None = None
+) -> None:
+    """Write the weight gradient ``dy^T x``, or add ``dy^T x`` to the gradients of earlier calls in this step.
+
+    Also the gradients of the adapters. A frozen weight has no gradient.
+    """
+    if low_rank is not None:
+        low_rank.backward_weight(gradients, prefix, dy, x, saved)
+    if not gradients.wants(f"{prefix}.weight"):
+        return
     dweight, add = gradients.into(f"{prefix}.weight")
     into = as_matrix(dweight)
     outputs, inputs = into.shape
@@ -78,7 +114,12 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
 
 
 def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
-    """Write the column sums of dy as bias gradient, or add them to the gradients of earlier calls in this step."""
+    """Write the column sums of dy as bias gradient, or add them to the gradients of earlier calls in this step.
+
+    Without a bias, or with a frozen one, do nothing.
+    """
+    if not gradients.wants(f"{prefix}.bias"):
+        return
     dbias, add = gradients.into(f"{prefix}.bias")
     into = dbias.reshape(-1)
     column_sums(dy.reshape(-1, into.size), into, add)

@@ -61,15 +61,18 @@ def rotary_table(context: int, rotation: Rotation, like: Array) -> Array:
         xp = namespace(like)
         longest = context if table is None else max(context, 2 * table.shape[0])
         _outgrown.extend([] if table is None else [table])
-        angle = xp.arange(longest, dtype=np.float64)[:, None] * xp.asarray(frequencies(rotation))[None, :]
+        angle = xp.arange(longest, dtype=np.float64)[:, None] * frequencies(rotation, xp)[None, :]
         turns = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1)
         table = _tables[key] = (turns if rotation.magnitude == 1 else turns * rotation.magnitude).astype(dtype)
     return table[:context]
 
 
-def frequencies(rotation: Rotation) -> np.ndarray:
-    """Return the angle per position of each pair of columns, as a float64 array of ``rotation.size // 2`` elements."""
-    plain: np.ndarray = rotation.base ** (-2.0 * np.arange(rotation.size // 2, dtype=np.float64) / rotation.size)
+def frequencies(rotation: Rotation, xp: Any = np) -> Array:
+    """Return the angle per position of each pair of columns, as a float64 array of ``rotation.size // 2`` elements.
+
+    ``xp``: numpy or cupy.
+    """
+    plain: Array = rotation.base ** (-2.0 * xp.arange(rotation.size // 2, dtype=np.float64) / rotation.size)
     if rotation.scaling == "none":
         return plain
     scaled = plain / rotation.factor
@@ -85,9 +88,9 @@ def frequencies(rotation: Rotation) -> np.ndarray:
             for count in (rotation.fast, rotation.slow)
         )
         low, high = max(math.floor(first), 0), min(math.ceil(last), rotation.size - 1)
-        share = 1 - (np.arange(rotation.size // 2) - low) / max(high - low, 1e-3)
-    share = np.clip(share, 0, 1)
-    mixed: np.ndarray = (1 - share) * scaled + share * plain
+        share = 1 - (xp.arange(rotation.size // 2) - low) / max(high - low, 1e-3)
+    share = xp.clip(share, 0, 1)
+    mixed: Array = (1 - share) * scaled + share * plain
     return mixed
 
 

@@ -20,7 +20,7 @@ from hpcdist.models.config import Rotation
 from hpcdist.models.experts.mixture import LocalExperts, WholeSamples
 from hpcdist.models.layers.dropout import LocalDropout, mask
 from hpcdist.models.layers.embedding import LocalPositions
-from hpcdist.models.layers.linear import add_to_rows, column_sums
+from hpcdist.models.layers.linear import LocalLinear, add_to_rows, column_sums
 from hpcdist.models.layers.rotary import rotary_table, turn, turn_in_documents
 from hpcdist.models.model import Model
 from hpcdist.models.stage import AttentionOperation, Gradients, Parameters, Saved
@@ -144,13 +144,17 @@ def cut_context(model: Model, axis: ContextAxis | None) -> Model:
             "modules support; set parallel.context = 1"
         )
     local_model.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
-    experts = model.operations.experts
+    experts, dropout = model.operations.experts, PieceDropout(axis.own, axis.context)
+    low_rank = getattr(model.operations.linear_row, "low_rank", None)
+    linear = LocalLinear(None if low_rank is None else replace(low_rank, dropout=dropout))
     local_model.operations = replace(
         model.operations,
+        linear_column=linear,
+        linear_row=linear,
         experts=replace(experts, samples=PieceSamples(axis)) if isinstance(experts, LocalExperts) else None,
         positions=PiecePositions(axis),
         rotary=PieceRotary(axis),
-        dropout=PieceDropout(axis.own, axis.context),
+        dropout=dropout,
         attention=attention,
     )
     return local_model

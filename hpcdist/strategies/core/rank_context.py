@@ -74,9 +74,14 @@ class RankContext:
         return self.placed.of(self.pipeline.rank)
 
     @property
+    def computed_units(self) -> tuple[int, ...]:
+        """Indices of this rank's model layers, in model order."""
+        return tuple(unit for chunk in self.chunks for unit in chunk)
+
+    @property
     def units(self) -> tuple[int, ...]:
         """Indices of this rank's model layers, in model order. Layers without tensors of this strategy are left out."""
-        return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
+        return tuple(unit for unit in self.computed_units if self._range(unit))
 
     @property
     def members(self) -> Communicator:

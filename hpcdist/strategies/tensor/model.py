@@ -18,10 +18,12 @@ from hpcdist.models.layers.linear import (
     add_to_rows,
     affine,
     as_matrix,
+    begin_backward,
     gradient_of_bias,
     gradient_of_input,
     gradient_of_weight,
 )
+from hpcdist.models.layers.low_rank import KEPT, LowRank
 from hpcdist.models.model import Model
 from hpcdist.models.stage import (
     AttentionOperation,
@@ -43,20 +45,23 @@ from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEn
 class ColumnLinear:
     """Column-parallel linear layer: each rank computes a part of the outputs. Collective over the tensor axis."""
 
-    def __init__(self, borders: Borders) -> None:
-        self.borders = borders
-        self.weight_reads = ("whole",) if borders.by_rows else ("x",)
+    def __init__(self, borders: Borders, low_rank: LowRank | None) -> None:
+        self.borders, self.low_rank = borders, low_rank
+        self.weight_reads = ("whole" if borders.by_rows else "x", *(() if low_rank is None else (KEPT,)))
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
         saved.keep(f"{prefix}.x", x)
-        return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
+        return affine(parameters, prefix, self.borders.enter(x, saved), saved, self.low_rank, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
+        begin_backward(parameters, prefix, dy, saved, self.low_rank)
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
-        _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
+        gradient_of_weight(gradients, prefix, dy, whole, saved, self.low_rank)
+        gradient_of_bias(gradients, prefix, dy)
         return self._input_gradient(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        begin_backward(parameters, prefix, dy, saved, self.low_rank)
         if self.borders.by_rows:
             whole = self.borders.enter(saved[f"{prefix}.x"], saved)
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -65,18 +70,20 @@ class ColumnLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
+        gradient_of_weight(gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved, self.low_rank)
+        gradient_of_bias(gradients, prefix, dy)
 
     def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        return self.borders.enter_backward(gradient_of_input(parameters, prefix, dy, saved), saved)
+        return self.borders.enter_backward(gradient_of_input(parameters, prefix, dy, saved, self.low_rank), saved)
 
 
 class RowLinear:
     """Row-parallel linear layer: each rank multiplies a part of the inputs. Collective over the tensor axis."""
 
-    def __init__(self, borders: Borders) -> None:
-        self.borders = borders
-        self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
+    def __init__(self, borders: Borders, low_rank: LowRank | None) -> None:
+        self.borders, self.low_rank = borders, low_rank
+        kept = () if low_rank is None else (KEPT,)
+        self.weight_reads = ("x", *(("whole",) if borders.by_rows else ()), *kept)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
         weight = as_matrix(parameters[f"{prefix}.weight"])
@@ -84,6 +91,8 @@ class RowLinear:
         saved.keep(f"{prefix}.x", x)
         partial = self.borders.partial((*x.shape[:-1], outputs), x.dtype, f"{prefix}.y", saved)
         namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=partial.reshape(-1, outputs))
+        if self.low_rank is not None:
+            self.low_rank.forward(parameters, prefix, x, partial.reshape(-1, outputs), saved)
         y = self.borders.leave(partial, f"{prefix}.y", saved)
         bias = parameters.get(f"{prefix}.bias")
         if bias is not None and biased:
@@ -92,32 +101,24 @@ class RowLinear:
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         whole = self.borders.leave_backward(dy, saved)
-        if f"{prefix}.bias" in parameters:
-            gradient_of_bias(gradients, prefix, dy)
-        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
-        return gradient_of_input(parameters, prefix, whole, saved)
+        begin_backward(parameters, prefix, whole, saved, self.low_rank)
+        gradient_of_bias(gradients, prefix, dy)
+        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved, self.low_rank)
+        return gradient_of_input(parameters, prefix, whole, saved, self.low_rank)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         whole = self.borders.leave_backward(dy, saved)
+        begin_backward(parameters, prefix, whole, saved, self.low_rank)
         if self.borders.by_rows:
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
-        return gradient_of_input(parameters, prefix, whole, saved)
+        return gradient_of_input(parameters, prefix, whole, saved, self.low_rank)
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        if f"{prefix}.bias" in parameters:
-            gradient_of_bias(gradients, prefix, dy)
-        whole = saved[f"{prefix}.whole"] if self.borders.by_rows else dy
-        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
-
-
-def _weight_gradients(
-    parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved
-) -> None:
-    gradient_of_weight(gradients, prefix, dy, x, saved)
-    if f"{prefix}.bias" in parameters:
         gradient_of_bias(gradients, prefix, dy)
+        whole = saved[f"{prefix}.whole"] if self.borders.by_rows else dy
+        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved, self.low_rank)
 
 
 class ParallelExperts(WholeExperts):
@@ -233,10 +234,15 @@ def cut_model(
 
 def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -> Operations:
     local_classes, vocabulary, experts = classes[borders.axis.rank], classes[-1].stop, whole.experts
+    low_rank, comm = getattr(whole.linear_row, "low_rank", None), borders.axis.comm
+    if low_rank is not None:
+        parts = {prefix: split(width, comm.size, 1, 1) for prefix, (_, width) in low_rank.inputs.items()}
+        inputs = {prefix: (ranges[comm.rank].start, ranges[-1].stop) for prefix, ranges in parts.items()}
+        low_rank = replace(low_rank, inputs=inputs)
     return replace(
         whole,
-        linear_column=ColumnLinear(borders),
-        linear_row=RowLinear(borders),
+        linear_column=ColumnLinear(borders, low_rank),
+        linear_row=RowLinear(borders, low_rank),
         embed=VocabularyEmbedding(borders, local_classes, vocabulary),
         attention=HeadParallelAttention(borders.axis, whole.attention),
         cross_entropy=VocabularyCrossEntropy(borders, local_classes, vocabulary),

@@ -4,7 +4,7 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist import collectives, models
+from hpcdist import collectives
 from hpcdist.adapters.torch.batchnorm import StatisticsAxis
 from hpcdist.adapters.torch.stage import TorchStage
 from hpcdist.arrays.backend import Ledger
@@ -48,6 +48,7 @@ from hpcdist.training import data
 from hpcdist.training.build import pipeline, state
 from hpcdist.training.build import selection as build_selection
 from hpcdist.training.build.fault_injection import FaultInjector, FaultPlan, Slowdown
+from hpcdist.training.build.model import build_model, frozen_model, hold_frozen, round_frozen
 from hpcdist.training.build.selection import AlgorithmSelection, resolve_algorithm
 from hpcdist.training.build.state_source import CheckpointSource, StateSource
 from hpcdist.training.build.trainer import Trainer, microbatches_of
@@ -163,7 +164,7 @@ def _build_executor(
         spans=session.spans,
         observers=observers,
         cuda_graph=recipe.run.cuda_graph,
-        drops=recipe.model.dropout > 0,
+        drops=recipe.model.dropout > 0 or recipe.lora.dropout > 0,
     )
 
 
@@ -239,7 +240,8 @@ def _initialised(trainer: Trainer) -> Trainer:
     # Drawn from the seed, received from rank 0, or read from a checkpoint. Collective.
     local_units, units = trainer.context.ranges, trainer.model.layout.units
     for unit, stage in enumerate(trainer.model.stages):
-        if unit not in local_units and trainer.model.seeded:
+        frozen = getattr(stage, "store", None)  # here also if this rank only shares a tensor with the stage
+        if unit not in local_units and frozen is None and trainer.model.seeded:
             continue
         # Drawn on the host, one stage at a time, so that CPU and GPU start from the same bits.
         initial = FlatStore(trainer.model.layout, trainer.context.master_dtype, units[stage.layer])
@@ -252,6 +254,7 @@ def _initialised(trainer: Trainer) -> Trainer:
     run = trainer.recipe.run
     if run.init_from:
         state.load_initial(trainer, Path(run.init_from), partial=run.allow_partial)
+    round_frozen(trainer.context)
     return trainer
 
 
@@ -259,7 +262,7 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
     if recipe.run.device == "gpu":
         _check_gpu(recipe)
     source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
-    whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.inputs)
+    whole = script_model or build_model(recipe, recipe.precision.stages, source.inputs)
     for stage in () if script_model else whole.stages:
         if hasattr(stage, "script_only") and (names := stage.script_only()):
             raise ConfigurationError(
@@ -335,6 +338,7 @@ def _rank_context(
     if experts.size > 1:
         exchange = algorithm_for(experts, selection.algorithm, settled=settled, on=recipe.run.device)
         model = share_out(model, ExpertAxis(experts, exchange, model.watch or NanFinder()))
+    model = frozen_model(recipe, model)
     if computes and any(getattr(stage, "synchronised", list)() for stage in model.stages):
         model = _with_shared_statistics(model, recipe, axes.statistics)
     plan = None
@@ -360,4 +364,5 @@ def _rank_context(
         computes=computes,
         working=None if recipe.precision.working is None else dtype_of(recipe.precision.working),
     )
+    hold_frozen(context, ledger)
     return context, selection, plan

@@ -35,6 +35,7 @@ from hpcdist.errors import ConfigurationError, DataError, HpcdistError, StorageE
 from hpcdist.strategies.data.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
+from hpcdist.training.build.model import is_adapter, round_frozen
 from hpcdist.training.build.state_source import StateSource, scalars_of
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import FEISTEL, RULES
@@ -146,6 +147,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
         trainer.noise.smoothed.restore(resumed.get("noise_scale", {}))
     if (experts := trainer.model.operations.experts) is not None:
         experts.state.restore(resumed)
+    round_frozen(trainer.context)
     trainer.executor.copies.refresh()
     return replace(trainer, source=source, first_step=resumed["steps"], sample_order=order)
 
@@ -166,18 +168,19 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
     tensors = {tensor.name: tensor for tensor in listing.stored_tensors(stored, {PARAMETERS})}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    sources = _dense_sources(trainer.model.layout, {name: tensor.shape for name, tensor in tensors.items()})
-    skipped = _without_upcycled(_mismatched_tensors(trainer.model.layout, tensors), sources)
-    if skipped and not partial:
+    layout = trainer.model.whole_layout
+    sources = _dense_sources(layout, {name: tensor.shape for name, tensor in tensors.items()})
+    skipped = _without_upcycled(_mismatched_tensors(layout, tensors), sources)
+    adapters = {segment.key for segment in layout.segments if is_adapter(segment.key)} - {*tensors}
+    missing = [reason for name, reason in skipped.items() if name not in adapters]
+    if missing and not partial:
         raise StorageError(
-            f"{path} does not fit the recipe's model: {next(iter(skipped.values()))}; use the [model] section of the "
+            f"{path} does not fit the recipe's model: {missing[0]}; use the [model] section of the "
             "run that wrote this checkpoint, or add --allow-partial to load only the tensors that match"
         )
     if partial:
         skipped |= _damaged_tensors(trainer.comm, path, stored)
-    requested_pieces = [
-        piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped
-    ]
+    requested_pieces = [piece for piece in trainer.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped]
     pieces = [(piece, dtypes[piece.tensor]) for piece in requested_pieces if piece.tensor in dtypes]
     same = [piece for piece, dtype in pieces if name_of(piece.array.dtype) == dtype]
     rounded = [(piece, dtype) for piece, dtype in pieces if name_of(piece.array.dtype) != dtype]
@@ -197,7 +200,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     if (experts := trainer.model.operations.experts) is not None:
         experts.state.restore(on_first_rank(trainer.comm, lambda: scalars_of(path, stored)))
     if trainer.comm.rank == 0:
-        _report_initial(path, stored, skipped, len(trainer.model.layout.segments))
+        _report_initial(path, stored, skipped, len(layout.segments))
     return skipped
 
 
@@ -205,7 +208,8 @@ def _load_directory(trainer: Trainer, source: Path, partial: bool) -> dict[str, 
     # Each rank reads the elements that it keeps.
     if partial:
         raise ConfigurationError(f"run.allow_partial is not supported with the Hugging Face directory {source}")
-    comm, pieces = trainer.comm, [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS]
+    comm, layout = trainer.comm, trainer.model.whole_layout
+    pieces = [piece for piece in trainer.wanted() if piece.kind == PARAMETERS and not is_adapter(piece.tensor)]
 
     def fill(pieces: Sequence[Piece], whole: bool) -> None:
         with HuggingFaceDirectory(source, whole=whole) as directory:
@@ -219,7 +223,6 @@ def _load_directory(trainer: Trainer, source: Path, partial: bool) -> dict[str, 
                     )
             directory.fill(pieces)
 
-    layout = trainer.model.layout
     on_first_rank(comm, lambda: fill([], True))
     failed = ""
     try:

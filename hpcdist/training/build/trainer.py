@@ -27,6 +27,7 @@ from hpcdist.strategies.schedule.step import ProfilerRanges
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.training import data
 from hpcdist.training.build.fault_injection import FaultPlan
+from hpcdist.training.build.model import frozen_pieces
 from hpcdist.training.build.selection import AlgorithmSelection
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.data.samples import FilledSamples
@@ -84,11 +85,11 @@ class Trainer:
     @property
     def last_stage(self) -> bool:
         """True if this rank has the last pipeline stage, which computes the loss."""
-        return self.context.units[-1] == len(self.model.stages) - 1
+        return self.context.computed_units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
         """Return an iterator over this replica's batches, from the next step to step number ``steps``. Local."""
-        ends = self.last_stage or self.context.units[0] == 0
+        ends = self.last_stage or self.context.computed_units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
         of = self.source, self.recipe, self.data_axis
         return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares, rule=self.sample_order)
@@ -176,17 +177,19 @@ class Trainer:
 
     @cached_property
     def _statistics(self) -> dict[str, Array]:
-        stages = [self.model.stages[unit] for unit in self.context.units] if self.context.computes else []
+        stages = [self.model.stages[unit] for unit in self.context.computed_units] if self.context.computes else []
         return statistics_of(stages)
 
     def pieces(self) -> list[Piece]:
-        """Return a list of the pieces of `exchange` and of running statistics that this rank saves. Local."""
+        """Return a list of the pieces of parameters, optimizer state and running statistics to save. Local."""
         saves = self.data_axis.rank == 0 and self.context.speaks
-        return [*self.exchange.pieces(), *(statistic_pieces(self._statistics) if saves else ())]
+        frozen = frozen_pieces(self.context, saved=True)
+        return [*self.exchange.pieces(), *frozen, *(statistic_pieces(self._statistics) if saves else ())]
 
     def wanted(self) -> list[Piece]:
-        """Return a list of the pieces of `exchange` and of running statistics that this rank reads. Local."""
-        return [*self.exchange.wanted(), *statistic_pieces(self._statistics)]
+        """Return a list of the pieces of parameters, optimizer state and running statistics to read. Local."""
+        frozen = frozen_pieces(self.context, saved=False)
+        return [*self.exchange.wanted(), *frozen, *statistic_pieces(self._statistics)]
 
     def finish(self) -> None:
         """Apply the parameter updates that are still pending after the last step. Collective."""

@@ -16,6 +16,9 @@ class Into:
     def into(self, name):
         return self.views[name], self.add
 
+    def wants(self, name):
+        return name in self.views
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("bias", [True, False])
