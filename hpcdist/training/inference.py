@@ -15,7 +15,6 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import dtype_of
@@ -24,7 +23,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.listing import AVERAGES, PARAMETERS
 from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.exits import USER_ERRORS
@@ -40,7 +39,8 @@ from hpcdist.models.model import Model
 from hpcdist.optim import kernels
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import data
-from hpcdist.training.build.state_source import scalars_of
+from hpcdist.training.build.model import build_model
+from hpcdist.training.build.state_source import restore_converted, scalars_of
 from hpcdist.training.data.source import usable_inputs
 from hpcdist.training.generation import Decoder, WindowDecoder, generate
 from hpcdist.training.recipe import recipe as recipes
@@ -146,13 +146,14 @@ def _loaded(
         )
     if recipe.model.kind == "import" and not trust:
         _check_factory(comm, path, recipe.model.factory, stored.about.get("factory"))
-    model = models.build(recipe.model, recipe.precision.computes, **_inputs(checkpoint, recipe, scalars))
+    model = build_model(recipe, recipe.precision.computes, _inputs(checkpoint, recipe, scalars))
     _check_shapes(checkpoint, model, stored)
     ledger = Ledger()
     parameters = FlatStore(model.layout, model.dtype, on=recipe.run.device, ledger=ledger)
     sharding, kind = SHARDED["native"], AVERAGES if averaged else PARAMETERS
     shares = sharding.shares(comm, parameters.size, parameters.dtype.itemsize)
-    restore_together(comm, checkpoint, pieces_of({kind: parameters}, [shares[comm.rank]]))
+    dtypes = {entry.tensor: entry.dtype for entry in stored.pieces}
+    restore_converted(comm, checkpoint, pieces_of({kind: parameters}, [shares[comm.rank]]), dtypes)
     sharding.all_gather(comm, parameters.array, shares)
     if recipe.precision.working is not None:  # the run computed with rounded parameters, also its validation loss
         working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)

@@ -104,12 +104,19 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
 
 
 def plan_export(
-    run_dir: Path, recipe: Recipe, target: Path, *, replace: bool, shard_bytes: int = SHARD_BYTES
+    run_dir: Path,
+    recipe: Recipe,
+    target: Path,
+    *,
+    replace: bool,
+    shard_bytes: int = SHARD_BYTES,
+    only_adapters: bool = False,
 ) -> ExportPlan:
     """Return the `ExportPlan` of the model of the run in ``run_dir`` to the Hugging Face directory ``target``. Local.
 
     Tokenizer and settings come from the imported directory, or from the directory in run.init_from. The tensors get
     the type of this directory, else precision.mode. ``replace``, ``shard_bytes``: see `ExportPlan`.
+    ``only_adapters``: True for the files of PEFT.
     """
     origin = Path(recipe.run.init_from) if recipe.run.init_from else run_dir
     folders = (run_dir / SETTINGS, origin, origin / SETTINGS)
@@ -117,13 +124,18 @@ def plan_export(
     config = {} if settings is None else families.read_config(settings)
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     dtype = dtype if dtype in FLOATS else recipe.precision.mode
-    return ExportPlan(target, recipe.model, recipe.data.context, dtype, settings, config, replace, shard_bytes)
+    base, dtype = (recipe.run.init_from, "float32") if only_adapters else (None, dtype)
+    options = settings, config, replace, shard_bytes, recipe.lora, base
+    return ExportPlan(target, recipe.model, recipe.data.context, dtype, *options)
 
 
-def plan_stored_export(checkpoint: Path, target: Path, *, replace: bool, shard_bytes: int) -> ExportPlan:
+def plan_stored_export(
+    checkpoint: Path, target: Path, *, replace: bool, shard_bytes: int, only_adapters: bool
+) -> ExportPlan:
     """Return the `ExportPlan` of ``checkpoint`` to the Hugging Face directory ``target``. Raises HpcdistError. Local.
 
-    ``checkpoint``: checkpoint directory inside of a run directory with a recipe.
+    ``checkpoint``: checkpoint directory inside of a run directory with a recipe. ``only_adapters``: True for PEFT's
+    files.
     """
     run_dir = checkpoint.absolute().parent.parent
     if not (run_dir / RECIPE_FILE).is_file():
@@ -132,7 +144,9 @@ def plan_stored_export(checkpoint: Path, target: Path, *, replace: bool, shard_b
             "suffix .safetensors, or move the checkpoint back to its run"
         )
     recipe = recipes.load_stored(run_dir / RECIPE_FILE)
-    return plan_export(run_dir, recipe, target, replace=replace, shard_bytes=shard_bytes)
+    if only_adapters and not recipe.lora.rank:
+        raise UsageError(f"{run_dir} was trained without adapters (lora.rank = 0); leave out --adapters")
+    return plan_export(run_dir, recipe, target, replace=replace, shard_bytes=shard_bytes, only_adapters=only_adapters)
 
 
 def refuse_restart_over_checkpoints(path: Path) -> None:

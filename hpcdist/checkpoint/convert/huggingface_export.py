@@ -25,6 +25,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.piece import Box, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.convert import families, safetensors
+from hpcdist.checkpoint.convert.adapters import CONFIG, TENSORS, Merge, config_of, is_adapter, mapped_adapters
 from hpcdist.checkpoint.convert.exporting import piece_in_file
 from hpcdist.checkpoint.convert.huggingface import INDEX, SINGLE, copy_settings
 from hpcdist.checkpoint.convert.tensor_names import MappedTensor, mapped_tensors
@@ -34,6 +35,7 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import pwrite_all
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.lora import LoraConfig
 from hpcdist.reporting import atomic
 
 SUFFIX: Final = ".export.new"  # of the temporary directory
@@ -41,13 +43,13 @@ _AT_FDCWD: Final = -100
 _EXCHANGE: Final = 2  # flag of renameat2: exchange two paths atomically
 
 
-def check_target(target: Path, replace: bool) -> None:
-    """Raise StorageError if ``target`` exists, unless it is a Hugging Face directory and ``replace`` is True. Local."""
+def check_target(target: Path, replace: bool, config: str = families.CONFIG) -> None:
+    """Raise StorageError if ``target`` exists, unless it has the file ``config`` and ``replace`` is True. Local."""
     if os.path.lexists(target) and not replace:
         raise StorageError(f"{target} exists already; move it away, or choose another one (or --replace)")
-    if os.path.lexists(target) and (target.is_symlink() or not families.is_directory(target)):
+    if os.path.lexists(target) and (target.is_symlink() or not (target / config).is_file()):
         raise StorageError(
-            f"{target} is not a directory with a {families.CONFIG}, so it is not replaced; choose another directory"
+            f"{target} is not a directory with a {config}, so it is not replaced; choose another directory"
         )
 
 
@@ -57,7 +59,8 @@ class ExportPlan:
 
     ``context``: tokens per sample of the model. ``dtype``: type of the exported tensors. ``settings``: directory with
     the files of the tokenizer, or None. ``origin``: content of the ``config.json`` in this directory. ``replace``: True
-    to replace an existing target.
+    to replace an existing target. ``lora``: adapters of the model, which are merged, or, if ``base`` is a text, written
+    as PEFT's files. ``base``: path of the model that they change.
     """
 
     target: Path
@@ -68,6 +71,8 @@ class ExportPlan:
     origin: Mapping[str, Any] = field(default_factory=dict)
     replace: bool = False
     shard_bytes: int = safetensors.SHARD_BYTES
+    lora: LoraConfig = LoraConfig()  # noqa: RUF009 - frozen
+    base: str | None = None
 
     @property
     def temporary(self) -> Path:
@@ -86,6 +91,8 @@ class ExportPlan:
     @cached_property
     def mapped(self) -> dict[str, MappedTensor]:
         """Names and shapes of the tensors, keyed by their names in hpcdist."""
+        if self.base is not None:
+            return mapped_adapters(self.config["model_type"], self.model, self.context, self.lora)
         return mapped_tensors(self.config["model_type"], models.build(self.model, context=self.context).layout)
 
     @cached_property
@@ -96,6 +103,8 @@ class ExportPlan:
             for mapped in self.mapped.values()
             for name in mapped.stack.names
         ]
+        if self.base is not None:
+            return {TENSORS: safetensors.header(tensors, {"format": "pt"})}
         groups = safetensors.split_into_files(tensors, self.shard_bytes)
         count = len(groups)
         names = [SINGLE] if count == 1 else [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
@@ -103,7 +112,7 @@ class ExportPlan:
 
     def check(self) -> None:
         """Raise StorageError if the target cannot be written, and ConfigurationError if no family fits. Local."""
-        check_target(self.target, self.replace)
+        check_target(self.target, self.replace, CONFIG if self.base is not None else families.CONFIG)
         assert self.files
 
     def prepare(self) -> None:
@@ -114,14 +123,11 @@ class ExportPlan:
             folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            if self.settings is not None:
-                copy_settings(self.settings, folder)
-            ends: dict[str, Any] = {
-                key: self.config[key] for key in ("bos_token_id", "eos_token_id") if key in self.config
-            }
-            if not (folder / "generation_config.json").exists():
-                _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
-            _write_json(folder / families.CONFIG, self.config)
+            if self.base is None:
+                self._write_settings(folder)
+            else:
+                family = self.config["model_type"]
+                _write_json(folder / CONFIG, config_of(family, self.lora, [*self.mapped], self.base))
             for name, (head, offsets) in self.files.items():
                 with open(folder / name, "xb") as file:
                     file.write(head)
@@ -135,6 +141,14 @@ class ExportPlan:
         except OSError as error:
             self.discard()
             raise _storage_error(folder, error) from error
+
+    def _write_settings(self, folder: Path) -> None:
+        if self.settings is not None:
+            copy_settings(self.settings, folder)
+        ends: dict[str, Any] = {key: self.config[key] for key in ("bos_token_id", "eos_token_id") if key in self.config}
+        if not (folder / "generation_config.json").exists():
+            _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
+        _write_json(folder / families.CONFIG, self.config)
 
     def commit(self) -> None:
         """Rename the temporary directory to the target. Rank 0 only, after all ranks have written."""
@@ -243,9 +257,11 @@ class _Store:
     writer: ExportWriter
     tensor: StoredTensor
     dtype: np.dtype
+    merge: Merge
 
     def write(self, elements: Range, values: np.ndarray) -> None:
-        self.writer.write(self.tensor.name, whole_box(self.tensor.shape), elements, values)
+        merged = self.merge.merged(self.tensor, elements, values)
+        self.writer.write(self.tensor.name, whole_box(self.tensor.shape), elements, merged)
 
 
 def export_directory(plan: ExportPlan, checkpoint: Path, tensors: Sequence[StoredTensor]) -> list[Path]:
@@ -253,6 +269,8 @@ def export_directory(plan: ExportPlan, checkpoint: Path, tensors: Sequence[Store
 
     A tensor need not fit into memory. Local.
     """
+    merge = Merge.of(checkpoint, tensors, plan.lora)
+    tensors = [one for one in tensors if is_adapter(one.name) == (plan.base is not None)]
     shapes = {name: mapped.shape for name, mapped in plan.mapped.items()}
     stored = {tensor.name: tensor.shape for tensor in tensors}
     if shapes != stored:
@@ -264,7 +282,7 @@ def export_directory(plan: ExportPlan, checkpoint: Path, tensors: Sequence[Store
     plan.prepare()
     writer = ExportWriter(plan)
     try:
-        stores = [_Store(writer, tensor, dtype_of(tensor.dtype)) for tensor in tensors]
+        stores = [_Store(writer, tensor, dtype_of(tensor.dtype), merge) for tensor in tensors]
         restore(checkpoint, [piece_in_file(store.tensor, store) for store in stores])
         writer.finish()
         plan.commit()

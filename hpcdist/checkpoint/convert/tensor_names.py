@@ -5,7 +5,7 @@ value. GPT-2 stores matrices transposed.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,9 @@ import numpy as np
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Box, runs
 from hpcdist.arrays.ranges import Range
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.layers import low_rank
+from hpcdist.models.lora import ADAPTED_LAYERS
 
 _LLAMA_MODULES: Final = {
     "tokens": ("model.embed_tokens",),
@@ -42,7 +45,24 @@ _GPT2_MODULES: Final = {
     "norm": ("transformer.ln_f",),
     "head": ("lm_head",),
 }
+_ADAPTERS: Final = {low_rank.A: "lora_A.weight", low_rank.B: "lora_B.weight"}
 _TRANSPOSED: Final = ("qkv", "projection", "up", "down")  # matrices of GPT-2, stored as (inputs, outputs)
+
+
+def adapted_module(family: str, name: str) -> str:
+    """Return the module in a block of ``family`` that the adapter ``name``, such as "kv.value", changes.
+
+    Raises ConfigurationError for a module whose parts have adapters of their own, which PEFT does not support.
+    """
+    prefix, _, target = name.partition(".")
+    modules = (_GPT2_MODULES if family == "gpt2" else _LLAMA_MODULES)[prefix]
+    for targets in ADAPTED_LAYERS[prefix]:
+        if len(targets) == len(modules) and target in targets:
+            return modules[targets.index(target)]
+    raise ConfigurationError(
+        f"lora.targets has {target}: in models of type {family!r}, {modules[0]} has several matrices, for which PEFT "
+        "has only one adapter; export the merged model without --adapters"
+    )
 
 
 def prefix_of(family: str) -> str:
@@ -64,6 +84,8 @@ def stack_of(family: str, layer: int, num_layers: int, name: str, shape: tuple[i
     module, _, part = name.rpartition(".")
     gpt2 = family == "gpt2"
     prefix = f"{'transformer.h' if gpt2 else 'model.layers'}.{layer - 1}." if 0 < layer <= num_layers else ""
+    if part in _ADAPTERS:
+        return Stack((f"base_model.model.{prefix}{adapted_module(family, module)}.{_ADAPTERS[part]}",), shape, False)
     suffix = "bias" if part == "bias" else "weight"
     names = tuple(f"{prefix}{target}.{suffix}" for target in (_GPT2_MODULES if gpt2 else _LLAMA_MODULES)[module])
     if len(names) > 1:
@@ -150,14 +172,17 @@ def _rectangles(start: int, local: int, size: int, columns: int) -> Iterator[tup
             start, local = start + rows * width, local + rows * width
 
 
-def mapped_tensors(family: str, layout: Layout, prefixed: bool = True) -> dict[str, MappedTensor]:
+def mapped_tensors(
+    family: str, layout: Layout, prefixed: bool = True, select: Callable[[str], bool] = lambda name: True
+) -> dict[str, MappedTensor]:
     """Return {name in hpcdist: `MappedTensor`} of the whole model with this ``layout``.
 
     ``family``: model_type of ``config.json``. ``prefixed``: False if the names in the file lack the `prefix_of` family.
+    ``select``: function that returns True for the names to include.
     """
     last = max(segment.spec.layer for segment in layout.segments)
     tensors = {}
-    for segment in layout.segments:
+    for segment in (one for one in layout.segments if select(one.key)):
         spec = segment.spec
         shape = tuple(spec.whole or spec.shape)
         stack = stack_of(family, spec.layer, last - 1, spec.name, shape)

@@ -39,13 +39,22 @@ def command() -> None:
 @averaged_option
 @click.option("--shard-bytes", type=BYTE_SIZE, default="5G", help="Maximum size of each safetensors file.")
 @click.option("--replace", is_flag=True, help="Replace an existing Hugging Face directory, in one step.")
+@click.option("--adapters", is_flag=True, help="Write only the low-rank adapters, to a directory of PEFT.")
 @json_option
 def export(
-    path: Path, out: str, optimizer: bool, averaged: bool, shard_bytes: int, replace: bool, as_json: bool
+    path: Path,
+    out: str,
+    optimizer: bool,
+    averaged: bool,
+    shard_bytes: int,
+    replace: bool,
+    adapters: bool,
+    as_json: bool,
 ) -> None:
     """Write the parameters of the checkpoint PATH, or of a run's newest checkpoint, to OUT.
 
     If OUT is a directory or ends in /, OUT becomes a Hugging Face directory with config.json, which transformers loads.
+    Low-rank adapters are merged into the weights, unless you add --adapters.
     Otherwise the suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict. Without
     a suffix, the file is OUT/model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight, but
     tensors of your own PyTorch model keep the module names. Every byte of the checkpoint is verified. The model may be
@@ -59,15 +68,16 @@ def export(
     tensors = exporting.tensors_to_export(loaded, optimizer, averaged)
     is_directory = target.is_dir() or out.endswith("/")
     target = target if is_directory or target.suffix else target / "model.safetensors"
-    if (replace or is_directory) and (optimizer or not is_directory):
+    if (replace or adapters or is_directory) and (optimizer or not is_directory):
         raise UsageError(
-            "--replace needs an OUT that is a directory or ends in /, and such a directory has no --optimizer state"
+            "--replace and --adapters need an OUT that is a directory or ends in /, and such a directory has no "
+            "--optimizer state"
         )
     if is_directory:
         from hpcdist.training.run_directory import plan_stored_export
 
-        huggingface_export.check_target(target, replace)
-        plan = plan_stored_export(checkpoint, target, replace=replace, shard_bytes=shard_bytes)
+        plan = plan_stored_export(checkpoint, target, replace=replace, shard_bytes=shard_bytes, only_adapters=adapters)
+        plan.check()
         files = huggingface_export.export_directory(plan, checkpoint, tensors)
     elif target.suffix == safetensors.SUFFIX:
         files = safetensors.write(checkpoint, loaded, tensors, target, shard_bytes)

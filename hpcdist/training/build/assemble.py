@@ -254,6 +254,8 @@ def _initialised(trainer: Trainer) -> Trainer:
     run = trainer.recipe.run
     if run.init_from:
         state.load_initial(trainer, Path(run.init_from), partial=run.allow_partial)
+    if trainer.recipe.lora.init_from:
+        state.load_adapters(trainer, Path(trainer.recipe.lora.init_from))
     round_frozen(trainer.context)
     return trainer
 

@@ -10,9 +10,9 @@ from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.convert.adapters import is_adapter
 from hpcdist.checkpoint.listing import PARAMETERS
 from hpcdist.models.frozen import FrozenStage, freeze
-from hpcdist.models.layers import low_rank
 from hpcdist.models.model import Model
 from hpcdist.optim import kernels
 from hpcdist.strategies.core.exchange import pieces_of
@@ -41,11 +41,6 @@ def frozen_model(recipe: Recipe, model: Model) -> Model:
         model,
         lambda key: recipe.optimizer.freezes(key, frozen_by_default and not is_adapter(key)),
     )
-
-
-def is_adapter(key: str) -> bool:
-    """Return True if the tensor ``key`` belongs to a low-rank adapter."""
-    return key.endswith((f".{low_rank.A}", f".{low_rank.B}"))
 
 
 def frozen_stages(context: RankContext) -> list[FrozenStage]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
@@ -32,6 +31,7 @@ from hpcdist.strategies.schedule import operation_list
 from hpcdist.strategies.schedule.operation_list import ScheduleText, generated
 from hpcdist.strategies.schedule.registry import FILE, SCHEDULES
 from hpcdist.training import data
+from hpcdist.training.build.model import build_model
 from hpcdist.training.build.state_source import StateSource
 from hpcdist.training.recipe.recipe import Recipe
 
@@ -132,7 +132,7 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     """
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
-    whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
+    whole = build_model(recipe, recipe.precision.computes, source.inputs)
     degrees = {axis: getattr(parallel, axis) for axis in ("pipeline", "tensor", "context")}
     grid = ProcessGrid(data=max(1, parallel.data), **degrees)
     schedule = read_schedule(parallel, comm)

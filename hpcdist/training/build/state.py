@@ -7,7 +7,7 @@ mixture of experts can start from a dense model: each expert copies the dense fe
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +16,12 @@ import msgspec
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.dtypes import FLOATS, dtype_of, name_of
-from hpcdist.arrays.filestore import FileSlice
+from hpcdist.arrays.dtypes import FLOATS, dtype_of
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.convert import families
+from hpcdist.checkpoint.convert.adapters import PeftDirectory, is_adapter
 from hpcdist.checkpoint.convert.huggingface import HuggingFaceDirectory
 from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.listing import PARAMETERS, STATISTICS, StoredTensor
@@ -35,8 +34,8 @@ from hpcdist.errors import ConfigurationError, DataError, HpcdistError, StorageE
 from hpcdist.strategies.data.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
-from hpcdist.training.build.model import is_adapter, round_frozen
-from hpcdist.training.build.state_source import StateSource, scalars_of
+from hpcdist.training.build.model import round_frozen
+from hpcdist.training.build.state_source import StateSource, restore_converted, scalars_of
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import FEISTEL, RULES
 from hpcdist.training.recipe import recipe as recipes
@@ -181,12 +180,8 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     if partial:
         skipped |= _damaged_tensors(trainer.comm, path, stored)
     requested_pieces = [piece for piece in trainer.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped]
-    pieces = [(piece, dtypes[piece.tensor]) for piece in requested_pieces if piece.tensor in dtypes]
-    same = [piece for piece, dtype in pieces if name_of(piece.array.dtype) == dtype]
-    rounded = [(piece, dtype) for piece, dtype in pieces if name_of(piece.array.dtype) != dtype]
     try:
-        restore_together(trainer.comm, path, same)
-        _restore_rounded(trainer.comm, path, rounded)
+        restore_converted(trainer.comm, path, [one for one in requested_pieces if one.tensor in dtypes], dtypes)
         if sources:
             stacks = [piece for piece in requested_pieces if piece.tensor in sources]
             _fill_stacks(trainer.comm, path, stacks, sources, dtypes)
@@ -202,6 +197,32 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     if trainer.comm.rank == 0:
         _report_initial(path, stored, skipped, len(layout.segments))
     return skipped
+
+
+def load_adapters(trainer: Trainer, source: Path) -> None:
+    """Load the adapters in ``source``, a directory of PEFT. Collective over the world."""
+    recipe, comm = trainer.recipe, trainer.comm
+    pieces = [piece for piece in trainer.wanted() if piece.kind == PARAMETERS and is_adapter(piece.tensor)]
+
+    def fill(pieces: Sequence[Piece]) -> None:
+        family = families.config_of(recipe.model, recipe.data.context, "")["model_type"]
+        with PeftDirectory(source, family, recipe.model, recipe.data.context, recipe.lora) as directory:
+            directory.fill(pieces)
+
+    on_first_rank(comm, lambda: fill([]))
+    _fill_together(comm, lambda: fill(pieces))
+    trainer.exchange.restore(trainer.exchange.state())  # refresh working copies and other derived state
+    trainer.executor.copies.refresh()
+
+
+def _fill_together(comm: Communicator, fill: Callable[[], None]) -> None:
+    failed = ""
+    try:
+        fill()
+    except HpcdistError as error:
+        failed = str(error)
+    if failures := [text for text in comm.allgather_object(failed) if text]:
+        raise StorageError(failures[0])
 
 
 def _load_directory(trainer: Trainer, source: Path, partial: bool) -> dict[str, str]:
@@ -224,13 +245,7 @@ def _load_directory(trainer: Trainer, source: Path, partial: bool) -> dict[str, 
             directory.fill(pieces)
 
     on_first_rank(comm, lambda: fill([], True))
-    failed = ""
-    try:
-        fill(pieces, False)
-    except HpcdistError as error:
-        failed = str(error)
-    if failures := [text for text in comm.allgather_object(failed) if text]:
-        raise StorageError(failures[0])
+    _fill_together(comm, lambda: fill(pieces, False))
     trainer.exchange.restore(trainer.exchange.state())  # refresh working copies and other derived state
     trainer.executor.copies.refresh()
     if comm.rank == 0:
@@ -291,17 +306,6 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
                 except StorageError as error:
                     damaged.setdefault(entry.tensor, str(error))
     return {name: reason for reasons in comm.allgather_object(damaged) for name, reason in reasons.items()}
-
-
-def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
-    read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
-    restore_together(comm, path, read)
-    for (piece, _), stored in zip(stored_dtypes, read, strict=True):
-        values = stored.array.astype(piece.array.dtype)
-        if isinstance(piece.array, FileSlice):
-            piece.array.write(Range(0, values.size), values)
-        elif values.size:
-            piece.array[...] = backend.namespace(piece.array).asarray(values)
 
 
 def _report_initial(path: Path, stored: Manifest, left: dict[str, str], tensors: int) -> None:

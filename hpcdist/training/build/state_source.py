@@ -1,14 +1,19 @@
 """State sources that a run resumes from: a checkpoint on disk, or the memory of ranks (`elastic.protection`)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import dtype_of, name_of
+from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, on_first_rank, restore_together
@@ -135,3 +140,20 @@ def from_intact_source(
         return take(stored), stored
 
     return from_newest_intact(run_dir, comm, origin.path, begin)
+
+
+def restore_converted(comm: Communicator, path: Path, pieces: Sequence[Piece], dtypes: Mapping[str, str]) -> None:
+    """Restore ``pieces`` from the checkpoint ``path``, and convert them from ``dtypes``, {tensor: stored dtype}.
+
+    Collective.
+    """
+    same = [piece for piece in pieces if name_of(piece.array.dtype) == dtypes[piece.tensor]]
+    others = [piece for piece in pieces if name_of(piece.array.dtype) != dtypes[piece.tensor]]
+    read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtypes[piece.tensor]))) for piece in others]
+    restore_together(comm, path, [*same, *read])
+    for piece, stored in zip(others, read, strict=True):
+        values = stored.array.astype(piece.array.dtype)
+        if isinstance(piece.array, FileSlice):
+            piece.array.write(Range(0, values.size), values)
+        elif values.size:
+            piece.array[...] = backend.namespace(piece.array).asarray(values)

@@ -47,7 +47,9 @@ class CheckpointSaver:
 
         def planned() -> ExportPlan:
             # A resumed run may replace the directory of its last start.
-            plan = plan_export(self.directory.parent, recipe, Path(recipe.checkpoint.export_to), replace=first_step > 0)
+            # Adapters are not merged: no rank has all parts of a weight and of its adapters.
+            of = self.directory.parent, recipe, Path(recipe.checkpoint.export_to)
+            plan = plan_export(*of, replace=first_step > 0, only_adapters=recipe.lora.rank > 0)
             plan.check()
             return plan
 
