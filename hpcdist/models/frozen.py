@@ -55,13 +55,13 @@ class FrozenStage(WrappedStage):
         return self.inner.tensors()
 
     def hold(self, dtype: np.dtype, on: str, ledger: Ledger | None) -> None:
-        """Allocate the frozen tensors of this stage, and those that it shares with another stage."""
+        """Allocate the frozen tensors of this stage, and of stages that share a tensor with this one."""
         for stage in (self, *(self._owner(key) for key in self._borrowed.values())):
             if stage.store is None:
                 stage.store = FlatStore(stage.held, dtype, on=on, ledger=ledger)
 
     def stores(self) -> list[FlatStore]:
-        """Return the memory of the frozen tensors of this stage, and of those that it shares, after `hold`."""
+        """Return the memory that `hold` has allocated for this stage, and for stages that share a tensor with it."""
         stages = (self, *(self._owner(key) for key in self._borrowed.values()))
         return [stage.store for stage in stages if stage.store is not None]
 
@@ -84,9 +84,9 @@ class FrozenStage(WrappedStage):
         return [segment.spec for segment in layout.segments]
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Write the initial values of the trained tensors to ``parameters``, and those of the frozen ones here."""
+        """Write the initial values of the trained tensors to ``parameters``, and of the frozen tensors to `store`."""
         host = FlatStore(self.held, np.dtype(np.float32) if self.store is None else self.store.dtype)
-        own = {spec.name: host.view(spec.key) for spec in self._specs_of(self.held)}
-        self.inner.initialise({**parameters, **own}, rng_of)
+        held = {spec.name: host.view(spec.key) for spec in self._specs_of(self.held)}
+        self.inner.initialise({**parameters, **held}, rng_of)
         if self.store is not None:
             self.store.copy_from(host)

@@ -122,7 +122,7 @@ class Model:
 
     @cached_property
     def whole_layout(self) -> Layout:
-        """Layout of all tensors, with those that are frozen."""
+        """Layout of all tensors, with the frozen ones."""
         return Layout.of(spec for stage in self.stages for spec in getattr(stage, "inner_tensors", stage.tensors)())
 
     @cached_property
@@ -308,7 +308,6 @@ class BoundGradients:
 
     @property
     def views(self) -> Parameters:
-        """The gradient arrays of the stage: {parameter name: array}."""
         return self._views
 
     @property
@@ -327,7 +326,7 @@ class BoundGradients:
         if name in self._frozen:
             like = self._frozen[name]
             if like.shape not in self._unread:
-                self._unread[like.shape] = namespace(like).empty_like(like)
+                self._unread[like.shape] = namespace(like).empty(like.shape, like.dtype)
             return self._unread[like.shape], False
         key = self._keys[name]
         add = key in self._written

@@ -18,8 +18,8 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers import low_rank
 from hpcdist.models.layers.dropout import DOWN, EMBEDDING, PROJECTION, fits_counter
 from hpcdist.models.layers.linear import LocalLinear
+from hpcdist.models.layers.lora import ADAPTED_LAYERS, TARGETS, LoraConfig
 from hpcdist.models.layers.norm import LocalNorm
-from hpcdist.models.lora import ADAPTED_LAYERS, TARGETS, LoraConfig
 from hpcdist.models.model import Model
 from hpcdist.models.stage import (
     AttentionOptions,
@@ -317,8 +317,8 @@ def with_adapters(model: Model, lora: LoraConfig) -> Model:
     )
     block = adapted.stages[1]
     assert isinstance(block, TransformerBlock)
-    found = {spec.name.split(".")[1] for spec in block.tensors() if spec.name.endswith(low_rank.A)}
-    if missing := [target for target in lora.adapted if target not in found]:
+    adapted_names = {spec.name.split(".")[1] for spec in block.tensors() if spec.name.endswith(low_rank.A)}
+    if missing := [target for target in lora.adapted if target not in adapted_names]:
         raise ConfigurationError(
             f"lora.targets has {missing[0]}, but the blocks of the model have no such linear layer; choose from "
             f"{', '.join(sorted({*TARGETS} - {*missing}))}, or leave lora.targets empty"

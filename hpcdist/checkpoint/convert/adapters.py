@@ -23,7 +23,7 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers import low_rank
-from hpcdist.models.lora import ADAPTED_LAYERS, LoraConfig
+from hpcdist.models.layers.lora import ADAPTED_LAYERS, LoraConfig
 from hpcdist.models.transformer import with_adapters
 from hpcdist.reporting import regular
 
@@ -93,13 +93,14 @@ class PeftDirectory(HuggingFaceDirectory):
         self.mapped = mapped_adapters(family, model, context, lora)
         self._stored, self._index = self.tensors, {one.name: number for number, one in enumerate(self.tensors)}
         try:
-            wanted = {name: mapped.stack.shape for mapped in self.mapped.values() for name in mapped.stack.names}
-            found = {one.name: one.shape for one in self.tensors}
-            if wanted != found:
-                name = next(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+            shapes = {name: mapped.stack.shape for mapped in self.mapped.values() for name in mapped.stack.names}
+            stored = {one.name: one.shape for one in self.tensors}
+            if shapes != stored:
+                name = next(name for name in {**shapes, **stored} if shapes.get(name) != stored.get(name))
+                targets = sorted(self.config.get("target_modules") or ())
                 raise ConfigurationError(
-                    f"{path / TENSORS}: {name} has the shape {found.get(name)}, but {wanted.get(name)} in the recipe's "
-                    f"model; set lora.targets to {self.config.get('target_modules')}, or use adapters of this model"
+                    f"{path / TENSORS}: {name} has the shape {stored.get(name)}, but {shapes.get(name)} in the "
+                    f"model of the recipe; set lora.targets to {targets}, or use adapters of this model"
                 )
         except BaseException:
             self.reader.close()

@@ -35,7 +35,7 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import pwrite_all
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.lora import LoraConfig
+from hpcdist.models.layers.lora import LoraConfig
 from hpcdist.reporting import atomic
 
 SUFFIX: Final = ".export.new"  # of the temporary directory

@@ -16,7 +16,7 @@ from hpcdist.arrays.piece import Box, runs
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.layers import low_rank
-from hpcdist.models.lora import ADAPTED_LAYERS
+from hpcdist.models.layers.lora import ADAPTED_LAYERS
 
 _LLAMA_MODULES: Final = {
     "tokens": ("model.embed_tokens",),

@@ -74,10 +74,12 @@ def export(
             "--optimizer state"
         )
     if is_directory:
+        from hpcdist.checkpoint.convert import families
+        from hpcdist.checkpoint.convert.adapters import CONFIG
         from hpcdist.training.run_directory import plan_stored_export
 
+        huggingface_export.check_target(target, replace, CONFIG if adapters else families.CONFIG)
         plan = plan_stored_export(checkpoint, target, replace=replace, shard_bytes=shard_bytes, only_adapters=adapters)
-        plan.check()
         files = huggingface_export.export_directory(plan, checkpoint, tensors)
     elif target.suffix == safetensors.SUFFIX:
         files = safetensors.write(checkpoint, loaded, tensors, target, shard_bytes)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hpcdist.arrays.backend import Array, matmul
-from hpcdist.models.lora import ADAPTED_LAYERS, TARGETS
+from hpcdist.models.layers.lora import ADAPTED_LAYERS, TARGETS
 from hpcdist.models.stage import DropoutOperation, Gradients, Parameters, Saved
 
 A: Final = "lora_a"
 B: Final = "lora_b"
 KEPT: Final = "lora"  # in `Saved`
-FIRST_SITE: Final = 1 << 27  # dropout sites of adapters: multiples of this number, far above those of other layers
+FIRST_SITE: Final = 1 << 27  # dropout sites of adapters: multiples of this number, far above all other sites
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,9 @@ class MixedPrecisionViews(ParameterViews):
         assert all(min(used) == unit for unit, used in _users(context.model.needs).items()), "used before its owner"
         self._ranges, local_units = context.ranges, set(context.units)
         self._needs = {unit: local_units.intersection(used) for unit, used in context.model.needs.items()}
-        self._layers = {unit: context.model.stages[unit].layer for unit in context.units}
+        self._layers = {unit: context.model.stages[unit].layer for unit in context.units}  # that own trained tensors
         self._copied = {
-            unit: copies.keys.intersection(context.model.stages[unit].tied.values()) for unit in context.units
+            unit: copies.keys.intersection(context.model.stages[unit].tied.values()) for unit in context.computed_units
         }
         wide = replace(context, working=None, algorithm="native")  # float32; only this rank reads it
         self._wide_parameters = TransientLayers(wide, "parameters", context.units, None)
@@ -210,11 +210,13 @@ class MixedPrecisionViews(ParameterViews):
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
+        bound, layer = self.gradients(unit), self._layers.get(unit)
         bound.finish()
-        wide = self._wide_gradients.at(layer).range(part)
-        _take_in(self._exchange.gradients_at(layer).range(part), wide, accumulate=unit in self._held)
-        self._held.add(unit)
+        if layer is not None:
+            part = self._ranges[unit]
+            wide = self._wide_gradients.at(layer).range(part)
+            _take_in(self._exchange.gradients_at(layer).range(part), wide, accumulate=unit in self._held)
+            self._held.add(unit)
         for key in self._copied[unit] & self.written:
             copy_range = self._copies.gradients.layout.by_key[key].range
             working = self._copies.gradients.range(copy_range)
@@ -222,16 +224,18 @@ class MixedPrecisionViews(ParameterViews):
             self._held_copies.add(key)
             self.written.discard(key)
         bound.begin_step()
-        self._wide_gradients.free(layer)
+        if layer is not None:
+            self._wide_gradients.free(layer)
         self._open.discard(unit)
         for user in [user for user in self._gradients if unit in self._needs[user]]:
             del self._gradients[user]
 
     def no_backward(self, unit: int) -> None:
-        self._exchange.gradients_at(self._layers[unit])
+        if unit in self._layers:
+            self._exchange.gradients_at(self._layers[unit])
 
     def complete(self, unit: int) -> None:
-        if unit not in self._held:
+        if unit not in self._held and unit in self._layers:
             self._exchange.gradients_at(self._layers[unit]).range(self._ranges[unit])[...] = 0
             self._held.add(unit)
 

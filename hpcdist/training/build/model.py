@@ -66,7 +66,7 @@ def round_frozen(context: RankContext) -> None:
 
 
 def frozen_pieces(context: RankContext, *, saved: bool) -> list[Piece]:
-    """Return the pieces of the frozen tensors that this rank reads, or, if ``saved``, those that it saves. Local."""
+    """Return the pieces of the frozen tensors that this rank reads, or saves if ``saved`` is True. Local."""
     stages = frozen_stages(context)
     if not saved:
         return [piece for store in _stores(stages) for piece in pieces_of({PARAMETERS: store}, store.parts)]

@@ -19,7 +19,7 @@ from hpcdist.comm.config import CommunicationConfig
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.lora import LoraConfig
+from hpcdist.models.layers.lora import LoraConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.reporting.rules import section_values, written
 from hpcdist.reporting.schema import Field, fields_of, toml_lines
@@ -42,8 +42,8 @@ class Recipe:
     """All settings of a training run, by section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -20,6 +19,7 @@ from hpcdist.hdf5 import files
 from hpcdist.training.data import files as data_files
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import requirements
+from hpcdist.training.recipe.config import DataConfig
 
 ZSTD, NOBODYS = 32015, 60123  # a filter of hdf5plugin, and an unknown number
 TOKENS = np.arange(4096, dtype=np.uint8)
@@ -103,7 +103,7 @@ def test_filters_of_the_staged_copy_are_checked(without_hdf5plugin, tmp_path):
     path = write_filtered(tmp_path / "data.h5", ZSTD)
 
     def missing_filters(**data):
-        return requirements._missing_hdf5_filters(SimpleNamespace(**{"path": "", "staged": ""} | data))
+        return requirements._missing_hdf5_filters(DataConfig(**data))
 
     assert len(missing_filters(path=str(path))) == 1
     assert len(missing_filters(path=str(path), staged=str(tmp_path / "not there yet"))) == 1

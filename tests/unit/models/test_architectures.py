@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.pytorch.exact import in_float64
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
@@ -125,13 +126,9 @@ def loss_and_gradients(config, dtype, values, tokens):
 
 
 @pytest.fixture
-def torch_in_float64(monkeypatch):
-    """PyTorch, in which float32 means float64: transformers computes norms and rotary angles in float32."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    return torch
+def torch_in_float64():
+    with in_float64():
+        yield pytest.importorskip("torch")
 
 
 @pytest.mark.reference

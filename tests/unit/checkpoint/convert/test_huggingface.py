@@ -8,6 +8,7 @@ import pytest
 
 from harness.jobs import call_command
 from harness.marks import cases
+from harness.pytorch.exact import in_float64
 from harness.trainings import assert_rejected, trainer_of
 from hpcdist import models
 from hpcdist.arrays.piece import Piece
@@ -54,15 +55,9 @@ GPT2 = {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions"
 
 
 @pytest.fixture
-def exact(monkeypatch):
-    """Let transformers compute in float64 where it would convert to float32: norms, angles, softmax."""
-    before = torch.get_default_dtype()
-    for name in ("float32", "float"):
-        monkeypatch.setattr(torch, name, torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+def exact():
+    with in_float64():
+        yield
 
 
 def new_model(name, dtype="float32", seed=0, **changes):

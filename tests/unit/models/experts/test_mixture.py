@@ -74,6 +74,9 @@ class Written:
         self.written.add(name)
         return self.arrays[name], add
 
+    def wants(self, name):
+        return name in self.arrays
+
 
 def reference(case, bias=0.0):
     """Return y, both losses with their coefficients as sums over tokens, loads and drops, computed by PyTorch loops."""

@@ -29,6 +29,9 @@ class Into(dict):
     def into(self, name):
         return self[name], self.add
 
+    def wants(self, name):
+        return name in self
+
 
 def taps(height, width, stride):
     """Yield (window position, output pixel, input pixel) of every product whose input is inside the picture."""

@@ -16,6 +16,9 @@ class Into:
     def into(self, name):
         return self.views[name], self.add
 
+    def wants(self, name):
+        return name in self.views
+
 
 def _plain(kind, x, scale, bias, dy):
     """Return y, dx, dscale and dbias, and the error bound of each for one unit of rounding."""

@@ -16,7 +16,7 @@ from harness.trainings import (
     state,
     trainer_of,
 )
-from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -68,3 +68,66 @@ def test_adapters_over_ranks_match_one_process(case, shared_text):
             assert (first[kind, name] == expected.state[kind, name]).all() == (name not in trained), name
     if keys["lora.rank"]:
         assert all(name.endswith(("lora_a", "lora_b")) for name in trained)
+
+
+@pytest.mark.parametrize("layout", ["strategy=zero2", "tensor=2 strategy=zero1 sequence_parallel=true"])
+def test_adapters_over_ranks_on_a_gpu_match_the_cpu(gpu, layout, words):
+    keys = {**words, **recipe_keys(f"lora.rank=2 lora.dropout=0.2 algorithm=ring precision.mode=float64 {layout}")}
+    host, device = (
+        run_threads(4, lambda comm, on=on: Trained(comm, keys | {"run.device": on})) for on in ("cpu", "gpu")
+    )
+    check_same(host, device, 1e-12)
+
+
+@pytest.mark.full
+def test_checkpoints_with_adapters_move_between_layouts(shared_text, tmp_path):
+    keys = KEYS | LLAMA | {"data.path": shared_text}
+    expected, path, result = run_single_process(keys | {"run.steps": 8}, 8), None, []
+    layouts = ((1, {}), (2, {"parallel.tensor": 2}), (3, {"parallel.strategy": "zero3"}), (2, {"parallel.pipeline": 2}))
+
+    def body(comm, changed, path, last):
+        trainer = trainer_of(comm, keys | {"run.steps": 8} | changed, path)
+        more = losses(trainer, last)
+        return more, difference(trainer, expected.state), CheckpointSaver(trainer, tmp_path).save(last)
+
+    for number, (ranks, changed) in enumerate(layouts, 1):
+        (more, apart, path), *_ = run_threads(ranks, lambda comm, c=changed, p=path, n=2 * number: body(comm, c, p, n))
+        result += more
+    np.testing.assert_allclose(result, expected.losses, rtol=1e-12)
+    assert apart <= 1e-12
+
+
+def test_adapters_in_mixed_precision_keep_their_base(shared_text):
+    keys = KEYS | LLAMA | {"data.path": shared_text, "precision.mode": "bfloat16", "precision.activations": "float32"}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys | {"parallel.strategy": "zero1"})
+        before = state(trainer)
+        return losses(trainer, STEPS), before, state(trainer)
+
+    results, before, after = run_threads(2, body)[0]
+    assert results[-1] < results[0]
+    base = [key for key in before if key[0] == "parameters" and "lora" not in key[1]]
+    assert all(before[key].tobytes() == after[key].tobytes() for key in base)
+    assert all((before[key].view(np.uint32) & 0xFFFF == 0).all() for key in base), "not rounded to bfloat16"
+
+
+@cases(
+    "keys, message",
+    ("lora.rank=2 model.kind=mlp", "only the blocks of transformers have adapters"),
+    ("lora.alpha=3", "lora.alpha = 3.0 has no effect with lora.rank = 0"),
+    ("lora.rank=2 lora.targets=['c_attn']", "lora.targets has 'c_attn', which matches no linear layer"),
+)
+def test_adapters_that_cannot_work_are_rejected(keys, message):
+    assert message in assert_rejected(keys.split())
+
+
+@cases(
+    "keys, message",
+    ({"lora.rank": 2, "lora.targets": "['gate']"}, "lora.targets has gate, but the blocks of the model have no such"),
+    ({"lora.rank": 2, "model.experts": 4, "lora.targets": "['up']"}, "lora.targets has up, but the blocks"),
+    ({"lora.rank": 0, "lora.alpha": 16.0, "optimizer.groups": "['*: frozen=1']"}, "freezes all tensors"),
+)
+def test_adapters_that_the_model_lacks_are_rejected(keys, message, shared_text):
+    with pytest.raises(ConfigurationError, match=message):
+        trainer_of(solo(), KEYS | {"data.path": shared_text} | keys)

@@ -33,6 +33,9 @@ class Into:
     def into(self, name):
         return self.view, self.add
 
+    def wants(self, name):
+        return True
+
 
 def _each(ranks, run):
     """Return the results of ``run(borders, local_data)`` on each of ``ranks`` ranks.
