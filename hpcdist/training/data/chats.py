@@ -1,8 +1,8 @@
 """Chats, and prompts with completions: the text of a row, and the parts of the text that a training learns.
 
-A chat template must only append: the text of the first messages must not change when a message follows. So the answer
-of a message is the difference between two texts: the chat before the message, with the header of an answer, and the chat
-with the message. The answer includes the end of the turn, but not the header.
+A chat template must only append: the text of the first messages must not change when a message follows. So the trained
+part of a message is the difference between two texts: the chat before the message, with the header of an answer, and
+the chat with the message. The trained part includes the end of the turn, but not the header.
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcdist.errors import DataError
 from hpcdist.reporting import regular
-from hpcdist.reporting.template import TemplateError, chat_renderer
+from hpcdist.reporting.template import chat_renderer
 from hpcdist.training.data.documents import Row
 
 TEMPLATE_NAME: Final = "chat_template.jinja"
@@ -48,10 +48,8 @@ class ChatTemplate:
         try:
             renderer = _renderer(self.text, self.seconds)
             return renderer(messages=messages, tools=tools, add_generation_prompt=header, **dict(self.tokens))
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise DataError(
-                f"the chat template cannot render the chat: {error}; change the chat or template"
-            ) from error
+        except Exception as error:  # operators in a template raise any error
+            raise DataError(f"the chat template cannot render the chat: {error}; change one of both") from error
 
 
 @lru_cache(1)
@@ -106,22 +104,23 @@ def _chat(row: Row, template: ChatTemplate | None) -> tuple[str, Spans]:
     tools, spans, turn = row.value.get("tools"), [], len(messages)
     try:
         whole = template.render(messages, tools=tools)
-        for turn, message in enumerate(messages, 1):  # noqa: B007
+        for turn, message in enumerate(messages, 1):
             if message["role"] != ANSWERS:
                 continue
             before = template.render(messages[: turn - 1], header=True, tools=tools)
             after = template.render(messages[:turn], tools=tools) if turn < len(messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
-                    "the chat template changes the text of earlier messages when a message follows, so the trained part "
-                    "is unknown; use a template that only appends"
+                    "the chat template changes the text of earlier messages when a message follows, so the trained "
+                    "part is unknown; use a template that only appends"
                 )
             spans.append((len(before), len(after)))
     except DataError as error:
         raise DataError(f"{row.place()}, message {turn}: {error}") from error
     if not any(start < stop for start, stop in spans):
         raise DataError(
-            f"{row.place()}: no token is trained, because no message has the role '{ANSWERS}' and a text; remove the row"
+            f"{row.place()}: no token is trained, because no message has the role '{ANSWERS}' and a text; remove the "
+            "row"
         )
     return whole, spans
 
@@ -139,12 +138,12 @@ def _messages(row: Row) -> list[dict[str, Any]]:
 
 
 def trained_tokens(offsets: Sequence[tuple[int, int]], spans: Spans) -> np.ndarray:
-    """Return a bool array: True for each token that overlaps one of ``spans``.
+    """Return a uint8 array: 1 for each token that overlaps one of ``spans``.
 
     ``offsets``: [start, stop) of each token in the text.
     """
     starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
-    trained = np.zeros(len(starts), bool)
+    trained = np.zeros(len(starts), np.uint8)
     for start, stop in spans:
         trained |= (stops > start) & (starts < stop)
     return trained

@@ -74,7 +74,9 @@ class Encoder:
 
         A chat has no other tokens than its text. The end of a completion is trained.
         """
-        parts, masks, empty = [], [], 0
+        parts: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        empty = 0
         marked = ((row, *chats.marked_text(row, self.template)) for row in rows)
         for batch in _batches((item, item[1]) for item in marked):
             encodings = self._library.encode_batch([text for _, text, _ in batch], add_special_tokens=False)
@@ -85,8 +87,8 @@ class Encoder:
                 tokens, trained = encoding.ids, chats.trained_tokens(encoding.offsets, spans)
                 if "messages" not in row.value:
                     begin = [] if self.begin is None else [self.begin]
-                    tokens, trained = [*begin, *tokens, self.end], [*[False] * len(begin), *trained, True]
-                trained = np.array(trained, np.uint8)
+                    tokens = [*begin, *tokens, self.end]
+                    trained = np.concatenate([[0] * len(begin), trained, [1]]).astype(np.uint8)
                 trained[:1] = 0  # no token predicts the first token
                 if not trained.any():
                     raise DataError(f"{row.place()}: no token is trained: the answer has no tokens; remove the row")
@@ -218,7 +220,12 @@ def _prepare(
     if not groups:
         raise DataError(f"{', '.join(map(str, paths[:3]))}: the files are empty; give files with text")
     inputs = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
-    content = {"tokenizer": encoder.digest, "end": encoder.end, "begin": encoder.begin, "inputs": inputs}
+    content: dict[str, Any] = {
+        "tokenizer": encoder.digest,
+        "end": encoder.end,
+        "begin": encoder.begin,
+        "inputs": inputs,
+    }
     is_rows = any(isinstance(first, Row) for first in islice(_documents([p for g in groups for p in g], reading), 1))
     template = encoder.template if is_rows else None
     if template is not None:
@@ -317,7 +324,7 @@ def _write_index(folder: Path, count: int, encoder: Encoder, reading: Reading, p
         shards.append({"file": path.name, **record})
     if not any(shard["tokens"] for shard in shards):
         raise DataError(f"{folder}: the files have no document with text; give files with text")
-    index = {
+    index: dict[str, Any] = {
         "schema": INDEX_SCHEMA,
         "version": INDEX_VERSION,
         "plan": plan,

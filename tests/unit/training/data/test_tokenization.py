@@ -174,7 +174,11 @@ def test_directory_with_other_tokens_is_rejected(tmp_path, jsonl, encoder):
     ("name", "data", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2: invalid JSON"),
-        ("a.jsonl", b'{"text": "a"}\n{"content": "b"}\n', "line 2: no text with the key 'text', .*; the row has content"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"content": "b"}\n',
+            "line 2: no text with the key 'text', .*; the row has content",
+        ),
         ("a.txt", b"abc\xffd", "byte 3: the text is not UTF-8"),
         ("a.txt", b"abc\0d", "NUL"),
         ("a.txt", b"", "no document with text"),
