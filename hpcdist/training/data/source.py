@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -138,9 +138,17 @@ def open_source(
     _agree(config, comm.allgather_object(verdict))
     if not digests or config.digest == "probes":
         return source
-    source = replace(source, digest=digest(columns, source.description, comm, kept_only=kept_only))
-    _agree(config, comm.allgather_object(source.digest))
-    return source
+    result = digest(columns, source.description, comm, kept_only=kept_only)
+    _agree(config, comm.allgather_object(result.value))
+    for column, largest in zip(columns, result.largest, strict=False):
+        if model.kind in TRANSFORMERS and largest >= model.vocabulary:
+            files_of = [str(path) for path, _ in cast(Any, column).files() or []] if hasattr(column, "files") else []
+            raise DataError(
+                f"{', '.join(files_of[:3]) or source.description}: the token {largest:,} is not in the vocabulary of "
+                f"the model; set model.vocabulary = {model.vocabulary} to at least {largest + 1}, or use tokens of the "
+                "model's tokenizer"
+            )
+    return replace(source, digest=result.value)
 
 
 def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
