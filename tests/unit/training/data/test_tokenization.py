@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -161,6 +162,19 @@ def test_kill_keeps_complete_shards_and_the_next_call_makes_the_same_bytes(tmp_p
     assert made == len(list(out.glob("tokens-*.h5"))) - len(complete)
     assert {path: path.stat().st_mtime_ns for path in complete} == complete
     assert content(out) == content(tmp_path / "whole")
+
+
+def test_input_missing_on_one_rank_ends_all_ranks_with_its_name(tmp_path, jsonl, encoder):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "a.jsonl").write_bytes(jsonl.read_bytes())
+    (tmp_path / "0/b.jsonl").write_text('{"text": "of rank 0"}\n')
+    words = f"data tokenize a.jsonl b.jsonl --tokenizer {tmp_path}/tokenizer.json -o {tmp_path}/out --shard-bytes 1M"
+    program = f'cd "{tmp_path}/${{OMPI_COMM_WORLD_RANK-$PMI_RANK}}" && exec {sys.executable} -m hpcdist {words}'
+    jsonl.with_name("0").joinpath("a.jsonl").write_bytes(jsonl.read_bytes() * 60)  # a shard of its own, for rank 0
+    done = jobs.hpcdist("run", "-n", 2, "--", "bash", "-c", program, timeout=60)
+    assert done.returncode == 78 and "b.jsonl cannot be read" in done.stderr
+    assert not (tmp_path / "out" / token_files.INDEX_NAME).exists()
 
 
 def test_directory_with_other_tokens_is_rejected(tmp_path, jsonl, encoder):
