@@ -103,7 +103,7 @@ class Encoder:
     @property
     def _library(self) -> Any:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each rank has one core
-        return _load(self.content)
+        return load_tokenizer(self.content)
 
 
 def _batches(items: Iterable[tuple[Any, str]]) -> Iterator[list[Any]]:
@@ -128,7 +128,7 @@ def open_encoder(path: Path, end: str = "", begin: str = "") -> Encoder:
     path = path / TOKENIZER_NAME if path.is_dir() else path
     try:
         content = regular.read(path, 1 << 30).decode()
-        tokenizer = _load(content)
+        tokenizer = load_tokenizer(content)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; expected a tokenizer.json") from error
     except UnicodeDecodeError as error:
@@ -164,7 +164,8 @@ def _tokenizers() -> Any:
 
 
 @lru_cache(1)  # loading a large vocabulary takes a second
-def _load(content: str) -> Any:
+def load_tokenizer(content: str) -> Any:
+    """Return the tokenizer of the library tokenizers with the ``content`` of a tokenizer.json. Raises DataError."""
     try:
         tokenizer = _tokenizers().Tokenizer.from_str(content)
     except MissingCapabilityError:
@@ -362,7 +363,7 @@ def first_texts(folder: Path, count: int) -> list[str]:
     """Return the decoded texts of the first ``count`` documents in the token directory ``folder``. Local."""
     data = open_directory(folder)
     assert data.shard_ends is not None
-    tokenizer = _load(regular.read(folder / TOKENIZER_NAME, 1 << 30).decode())
+    tokenizer = load_tokenizer(regular.read(folder / TOKENIZER_NAME, 1 << 30).decode())
     ends = data.shard_ends(0)[:count].tolist()
     spans = zip([0, *ends], ends, strict=False)
     return [tokenizer.decode(data.tokens[start:end].tolist(), skip_special_tokens=True) for start, end in spans]
