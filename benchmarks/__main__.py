@@ -20,6 +20,7 @@ STUDIES: Final = {
     "compression": "compression.study",
     "compressors": "compression.compressors",
     "context": "training.context",
+    "data_sources": "operations.data_sources",
     "energy_sensor": "operations.energy_sensor",
     "exchanges": "training.exchanges",
     "experts": "training.experts",

@@ -1,16 +1,19 @@
-"""Jinja templates of a folder, in a sandbox where an undefined name is an error. Only this module imports Jinja."""
+"""Jinja templates in a sandbox: of a folder, where an undefined name is an error, and of chats. Jinja's only import."""
 
+import json
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.nodes
 from jinja2 import Environment as Templates
 from jinja2 import TemplateError
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["TemplateError", "TemplateSandbox", "Templates", "block_names", "extended", "templates"]
+__all__ = ["TemplateError", "TemplateSandbox", "Templates", "block_names", "chat_renderer", "extended", "templates"]
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
@@ -53,3 +56,31 @@ def block_names(environment: Templates, name: str) -> set[str]:
         assert isinstance(parent.template, jinja2.nodes.Const)
         names |= block_names(environment, parent.template.value)
     return names
+
+
+class _GenerationTag(Extension):
+    # The tags {% generation %} and {% endgeneration %} mark answers in templates of transformers. They print nothing.
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def chat_renderer(text: str, now: datetime) -> Callable[..., str]:
+    """Return the function that renders the chat template ``text``, as transformers does. Raises TemplateError.
+
+    The arguments of the function are the names in the template. ``now``: the time that ``strftime_now`` prints.
+    """
+
+    def fail(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def as_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    tags = [_GenerationTag, "jinja2.ext.loopcontrols"]
+    environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=tags)
+    environment.filters["tojson"] = as_json
+    environment.globals |= {"raise_exception": fail, "strftime_now": now.strftime}
+    return environment.from_string(text).render

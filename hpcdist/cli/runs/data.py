@@ -6,14 +6,14 @@ from typing import Any, Final
 
 import click
 
-from hpcdist.cli.common import BYTE_SIZE, DIRECTORY, EXISTING_DIRECTORY, FILE, json_option, stacked
+from hpcdist.cli.common import BYTE_SIZE, DIRECTORY, EXISTING_DIRECTORY, FILE, PATH, json_option, stacked
 from hpcdist.errors import OK, STORAGE
 from hpcdist.reporting.units import counted
 
 _LEAST_VOCABULARY: Final = 257  # of a byte-level tokenizer: all bytes, and the end of a document
 _files = click.argument("files", nargs=-1, required=True, type=FILE)
 _reading = stacked(
-    click.option("--key", default="text", help="Key of the text in JSONL objects, or column of Parquet files."),
+    click.option("--key", default="text", help="Key of the text or messages: of JSONL objects, or a Parquet column."),
     click.option("--lines", is_flag=True, help="Each line of a text file is a document. Otherwise, each file is one."),
 )
 
@@ -25,7 +25,7 @@ def command() -> None:
 
 @command.command()
 @_files
-@click.option("--tokenizer", required=True, type=FILE, help="The tokenizer.json of a model.")
+@click.option("--tokenizer", required=True, type=PATH, help="The tokenizer.json of a model, or its directory.")
 @click.option("-o", "--output", required=True, type=DIRECTORY, help="Directory of the token shards.")
 @_reading
 @click.option("--eos", default="", help="Token after each document.  [default: as in the tokenizer's files]")
@@ -45,6 +45,8 @@ def tokenize(
 ) -> int:
     """Tokenize FILES (text, .jsonl, .parquet, also .gz and .zst) into a directory for data.path.
 
+    Of rows with `messages`, or with `prompt` and `completion`, only the answers are trained.
+
     Runs on all ranks of the launcher: `hpcdist run -n 8 data tokenize ...`. The shards have the same bytes on any
     number of ranks. After a kill, the same command continues, and keeps the complete shards.
     """
@@ -54,6 +56,8 @@ def tokenize(
 
     session = start()
     encoder = tokenization.open_encoder(tokenizer, eos, bos)
+    if encoder.warning and session.comm.rank == 0:
+        click.echo(f"hpcdist: {encoder.warning}", err=True)
     made = tokenization.tokenize(files, encoder, Reading(key, lines, shard_bytes), output, session.comm)
     if session.comm.rank == 0:
         index = token_files.read_index(output)
@@ -105,11 +109,12 @@ def train_tokenizer(files: tuple[Path, ...], vocabulary: int, output: Path, key:
 
 
 def _figures(index: dict[str, Any]) -> dict[str, Any]:
-    names = ("documents", "tokens", "empty", "vocabulary", "dtype", "end", "begin", "tokenizer")
-    return {name: index[name] for name in names} | {"shards": len(index["shards"])}
+    names = ("documents", "tokens", "trained", "empty", "vocabulary", "dtype", "end", "begin", "tokenizer")
+    return {name: index[name] for name in names if name in index} | {"shards": len(index["shards"])}
 
 
 def _summary(index: dict[str, Any]) -> str:
     empty = f" ({index['empty']:,} empty documents skipped)" if index["empty"] else ""
     documents, tokens = counted(index["documents"], "document"), counted(index["tokens"], "token")
-    return f"{documents}{empty}, {tokens} in {counted(len(index['shards']), 'shard')}"
+    trained = f" ({index['trained']:,} trained)" if "trained" in index else ""
+    return f"{documents}{empty}, {tokens}{trained} in {counted(len(index['shards']), 'shard')}"

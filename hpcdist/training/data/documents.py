@@ -1,5 +1,7 @@
 """Documents of input files: text, JSONL and Parquet, plain or compressed, in pieces that do not depend on ranks.
 
+A row of JSONL or Parquet is a text, a chat, or a prompt with its completion.
+
 A piece is a byte range of a file of lines, a row group of a Parquet file, or a whole file.
 """
 
@@ -8,8 +10,9 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, cast
 
@@ -22,6 +25,21 @@ JSONL: Final = (".jsonl", ".ndjson")
 PARQUET: Final = ".parquet"
 BUFFER_BYTES: Final = 1 << 20
 EXTRA: Final = "pip install 'hpcdist[tokens]'"
+CHAT_KEYS: Final = (("messages",), ("prompt", "completion"))
+
+
+class Row(NamedTuple):
+    """Chat with the key ``messages``, or prompt with the keys ``prompt`` and ``completion``."""
+
+    value: dict[str, Any]
+    place: Callable[[], str]  # file and line, for messages
+
+    @property
+    def text(self) -> str:
+        """Text of the row without the marks of a chat template."""
+        messages = self.value.get("messages", [self.value.get("prompt"), self.value.get("completion")])
+        parts = [one.get("content") if isinstance(one, dict) else one for one in messages or []]
+        return "\n".join(part for part in parts if isinstance(part, str))
 
 
 class FileRange(NamedTuple):
@@ -36,7 +54,7 @@ class FileRange(NamedTuple):
 class Reading:
     """Options that define the documents of input files."""
 
-    key: str = "text"  # JSONL: key of the text in each object; Parquet: name of the column
+    key: str = "text"  # JSONL: key of the text or messages in each object; Parquet: name of the column
     lines: bool = False  # each line of a text file is a document; else the whole file is one document
     piece_bytes: int = 64 << 20  # size of the pieces of files of lines, and of the groups of pieces
 
@@ -61,7 +79,7 @@ class Reading:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}; give readable files") from error
         if kind == PARQUET:
-            metadata = _parquet(path, self.key).metadata
+            metadata = self._parquet(path)[0].metadata
             for number in range(metadata.num_row_groups):
                 yield FileRange(str(path), number, number + 1), metadata.row_group(number).total_byte_size
         elif compression or not (kind == JSONL or self.lines):
@@ -71,8 +89,8 @@ class Reading:
                 stop = min(size, start + self.piece_bytes)
                 yield FileRange(str(path), start, stop), stop - start
 
-    def documents(self, piece: FileRange) -> Iterator[str]:
-        """Yield the texts of all documents that begin in ``piece``. Raises DataError for invalid content."""
+    def documents(self, piece: FileRange) -> Iterator[str | Row]:
+        """Yield the text or `Row` of all documents that begin in ``piece``. Raises DataError for invalid content."""
         path = Path(piece.path)
         kind, compression = _kind(path)
         try:
@@ -92,27 +110,46 @@ class Reading:
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path} cannot be read: {error}; is the file complete?") from error
 
-    def _rows(self, path: Path, number: int) -> Iterator[str]:
-        for row, text in enumerate(_parquet(path, self.key).read_row_group(number, [self.key])[self.key].to_pylist()):
-            if not isinstance(text, str):
-                raise DataError(
-                    f"{path}, row {row} of row group {number}: column {self.key!r} is {type(text).__name__}; expected "
-                    "text, choose another --key"
-                )
-            yield text
+    def _rows(self, path: Path, number: int) -> Iterator[str | Row]:
+        file, columns = self._parquet(path)
+        for row, value in enumerate(file.read_row_group(number, columns).to_pylist()):
+            yield self._document(value, partial("{}, row {} of row group {}".format, path, row, number))
 
-    def _object(self, line: bytes, path: Path, at: int) -> str:
+    def _parquet(self, path: Path) -> tuple[Any, list[str]]:
+        # Return (open file, columns to read).
+        module = _module("pyarrow.parquet", path)
+        try:
+            file = module.ParquetFile(path)
+        except (OSError, ValueError) as error:  # pyarrow.lib.ArrowInvalid is a ValueError
+            raise DataError(f"{path} cannot be read as Parquet: {error}; copy the file again") from error
+        names = file.schema_arrow.names
+        for columns in ((self.key,), *CHAT_KEYS):
+            if set(columns) <= set(names):
+                return file, [*columns, *(name for name in names if name == "tools" and columns != (self.key,))]
+        raise DataError(f"{path} has no column {self.key!r}; it has {', '.join(names)}: choose another --key")
+
+    def _object(self, line: bytes, path: Path, at: int) -> str | Row:
+        place = partial(_line_number, path, at)
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, byte {at:,}: invalid JSON: {error}; expected one object on each line") from error
-        text = value.get(self.key) if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            names = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise DataError(
-                f"{path}, byte {at:,}: no text with the key {self.key!r}; the line has {names}; choose another --key"
-            )
-        return text
+            raise DataError(f"{place()}: invalid JSON: {error}; expected one object on each line") from error
+        return self._document(value, place)
+
+    def _document(self, value: Any, place: Callable[[], str]) -> str | Row:
+        if isinstance(value, dict):
+            text = value.get(self.key)
+            if isinstance(text, str):
+                return text
+            if isinstance(text, list):
+                return Row(value | {"messages": text}, place)
+            if any(set(keys) <= value.keys() for keys in CHAT_KEYS):
+                return Row(value, place)
+        names = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+        raise DataError(
+            f"{place()}: no text with the key {self.key!r}, no messages, and no prompt with completion; the row has "
+            f"{names}; choose another --key"
+        )
 
 
 def _kind(path: Path) -> tuple[Any, str]:
@@ -175,6 +212,11 @@ def _lines(file: BinaryIO, piece: FileRange) -> Iterator[tuple[int, bytes]]:
         at += len(line)
 
 
+def _line_number(path: Path, at: int) -> str:
+    with _opened(path, _kind(path)[1]) as file:
+        return f"{path}, line {file.read(at).count(10) + 1}"  # 10: line feed
+
+
 def _text(content: bytes, path: Path, at: int) -> str:
     try:
         return content.decode()
@@ -182,18 +224,6 @@ def _text(content: bytes, path: Path, at: int) -> str:
         raise DataError(
             f"{path}, byte {at + error.start:,}: the text is not UTF-8; convert it, for example by iconv"
         ) from error
-
-
-def _parquet(path: Path, column: str) -> Any:
-    module = _module("pyarrow.parquet", path)
-    try:
-        file = module.ParquetFile(path)
-    except (OSError, ValueError) as error:  # pyarrow.lib.ArrowInvalid is a ValueError
-        raise DataError(f"{path} cannot be read as Parquet: {error}; copy the file again") from error
-    names = file.schema_arrow.names
-    if column not in names:
-        raise DataError(f"{path} has no column {column!r}; it has {', '.join(names)}: choose another --key")
-    return file
 
 
 def _module(name: str, path: Path) -> Any:

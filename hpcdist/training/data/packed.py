@@ -47,6 +47,17 @@ def document_ends(tokens: Sliceable, file_ends: np.ndarray | None, config: DataC
     return ends[ends > 0]
 
 
+def _trained_in(trained: Sliceable, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    # Return the number of trained tokens in each range [start, stop). The ranges ascend and do not overlap.
+    counts = np.zeros(len(starts), np.int64)
+    for first in range(0, len(trained), SCANNED_TOKENS):
+        sums = np.append(0, np.cumsum(trained[first : first + SCANNED_TOKENS], dtype=np.int64))
+        end = len(sums) - 1
+        inside = slice(*np.searchsorted(stops, [first], "right"), *np.searchsorted(starts, [first + end]))
+        counts[inside] += sums[np.minimum(stops[inside] - first, end)] - sums[np.maximum(starts[inside] - first, 0)]
+    return counts
+
+
 @jit
 def _best_fit(sizes: Any, order: Any, context: Any, sample_of: Any) -> Any:
     newest = np.full(context + 1, -1)  # by free positions: the sample that reached this number last
@@ -94,12 +105,21 @@ class PackedSamples:
 
     # ``start``: offset of the first document. ``ends``: end offsets of all documents. With ``predicting``, targets are
     # the next tokens, and a document of n tokens takes n - 1 positions. With ``cut``, too long documents are split.
+    # ``trained``: 1 for each token that is a target, or None if all are. Parts without a target are left out.
     shifts = 1
 
     def __init__(
-        self, tokens: Sliceable, start: int, ends: np.ndarray, context: int, *, predicting: bool, cut: bool
+        self,
+        tokens: Sliceable,
+        start: int,
+        ends: np.ndarray,
+        context: int,
+        *,
+        predicting: bool,
+        cut: bool,
+        trained: Sliceable | None = None,
     ) -> None:
-        self._tokens, self._context, self._next = tokens, context, int(predicting)
+        self._tokens, self._context, self._next, self._trained = tokens, context, int(predicting), trained
         begins = np.concatenate([[start], ends[:-1]])
         sizes = ends - begins - self._next
         longest = int(sizes.max(initial=0))
@@ -113,14 +133,22 @@ class PackedSamples:
         within = context * (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts))
         self._starts = np.repeat(begins, parts) + within
         self._sizes = np.minimum(np.repeat(sizes, parts) - within, context)
+        targets = self._sizes
+        if trained is not None:
+            targets = _trained_in(trained, self._starts + 1, self._starts + 1 + self._sizes)
+            kept = targets > 0
+            self._starts, self._sizes, targets = self._starts[kept], self._sizes[kept], targets[kept]
         sample_of, self.count = best_fit(self._sizes, context)
         if not self.count:
             raise DataError(
                 "data.packed = true: every document has only one token; give documents with at least two tokens"
+                if trained is None
+                else "data.packed = true: no token of the documents is trained; tokenize chats with answers"
             )
         self._documents = np.argsort(sample_of, kind="stable")
         self._firsts = np.concatenate([[0], np.cumsum(np.bincount(sample_of))])
         self._filled = np.bincount(sample_of, self._sizes).astype(np.int64)
+        self._targets = np.bincount(sample_of, targets).astype(np.int64)
 
     @property
     def documents(self) -> int:
@@ -150,7 +178,7 @@ class PackedSamples:
         return filled
 
     def targets(self, indices: np.ndarray) -> int:
-        return int(self.filled(indices).sum())
+        return int(self._targets[indices].sum())
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         shape = len(indices), self._context
@@ -166,6 +194,8 @@ class PackedSamples:
                 tokens[span], positions[span] = block[:size], numbers[:size]
                 if self._next:
                     targets[span] = block[1:]
+                    if self._trained is not None:
+                        targets[span][self._trained[start + 1 : start + 1 + size] == 0] = IGNORED
                 at += size
             positions[row, at:] = numbers[: self._context - at]
         return PackedTokens.of(tokens, positions, self.filled(indices)), targets  # type: ignore[return-value]
@@ -184,11 +214,17 @@ class PackedSplit:
 
 
 def split_documents(
-    tokens: Sliceable, ends: np.ndarray, config: DataConfig, model: ModelConfig, what: str
+    tokens: Sliceable,
+    ends: np.ndarray,
+    config: DataConfig,
+    model: ModelConfig,
+    what: str,
+    trained: Sliceable | None = None,
 ) -> PackedSplit:
     """Pack documents into training and validation samples, and return a `PackedSplit`. Raises DataError.
 
-    ``ends``: end offsets of the documents in ``tokens``. ``what``: name of the data for messages.
+    ``ends``: end offsets of the documents in ``tokens``. ``what``: name of the data for messages. ``trained``: 1 for
+    each token that is a target, or None if all are.
     """
     number, border = len(ends), len(tokens) - round(len(tokens) * config.validation_fraction)
     if config.validation_fraction > 0:
@@ -201,7 +237,8 @@ def split_documents(
     predicting, stop = model.kind != "encoder", int(ends[number - 1])
 
     def packed(start: int, ends: np.ndarray) -> PackedSamples:
-        return PackedSamples(tokens, start, ends, config.context, predicting=predicting, cut=config.cut_documents)
+        cut = config.cut_documents
+        return PackedSamples(tokens, start, ends, config.context, predicting=predicting, cut=cut, trained=trained)
 
     def samples(packed: PackedSamples) -> FilledSamples:
         return packed if predicting else MaskedSamples(packed, model.mask, model.vocabulary)

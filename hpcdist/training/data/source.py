@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -138,9 +138,17 @@ def open_source(
     _agree(config, comm.allgather_object(verdict))
     if not digests or config.digest == "probes":
         return source
-    source = replace(source, digest=digest(columns, source.description, comm, kept_only=kept_only))
-    _agree(config, comm.allgather_object(source.digest))
-    return source
+    result = digest(columns, source.description, comm, kept_only=kept_only)
+    _agree(config, comm.allgather_object(result.value))
+    for column, largest in zip(columns, result.largest, strict=False):
+        if model.kind in TRANSFORMERS and largest >= model.vocabulary:
+            files_of = [str(path) for path, _ in cast(Any, column).files() or []] if hasattr(column, "files") else []
+            raise DataError(
+                f"{', '.join(files_of[:3]) or source.description}: the token {largest:,} is not in the vocabulary of "
+                f"the model; set model.vocabulary = {model.vocabulary} to at least {largest + 1}, or use tokens of the "
+                "model's tokenizer"
+            )
+    return replace(source, digest=result.value)
 
 
 def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
@@ -163,7 +171,8 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
     path = Path(config.staged or config.path)
     shards = open_shards(str(path), config.dtype) if config.path else None
     if shards is not None:
-        return _sharded_source(shards, config, model), (shards.tokens,)
+        columns = (shards.tokens,) if shards.trained is None else (shards.tokens, shards.trained)
+        return _sharded_source(shards, config, model), columns
     kind = files.kind_of(path) if config.path else "library"
     if model.kind == "convnet" and kind != "hdf5":
         raise DataError(
@@ -239,9 +248,14 @@ def _sharded_source(shards: TokenShards, config: DataConfig, model: ModelConfig)
             f"{shards.description}: its tokenizer has {shards.vocabulary:,} tokens, but model.vocabulary = "
             f"{model.vocabulary:,}; set model.vocabulary to at least {shards.vocabulary}"
         )
+    if shards.trained is not None and (not config.packed or model.kind == "encoder"):
+        raise DataError(
+            f"{shards.description}: only the answers of its chats are trained, which needs whole documents and a "
+            "model that predicts the next token; set data.packed = true and model.kind = 'gpt'"
+        )
     if config.packed:
         ends = document_ends(tokens, shards.document_ends(), config, shards.description)
-        return _packed_source(tokens, ends, description, config, model)
+        return _packed_source(tokens, ends, description, config, model, shards.trained)
     return _token_source(tokens, description, config, model, shards.border)
 
 
@@ -287,10 +301,16 @@ def _token_source(
 
 
 def _packed_source(
-    tokens: Sliceable, ends: np.ndarray, description: str, config: DataConfig, model: ModelConfig
+    tokens: Sliceable,
+    ends: np.ndarray,
+    description: str,
+    config: DataConfig,
+    model: ModelConfig,
+    trained: Sliceable | None = None,
 ) -> Source:
-    split = split_documents(tokens, ends, config, model, description)
-    training, state = split.training, hashlib.blake2b(_fingerprint(tokens).encode() + ends.tobytes(), digest_size=16)
+    split = split_documents(tokens, ends, config, model, description, trained)
+    training, columns = split.training, [tokens] if trained is None else [tokens, trained]
+    state = hashlib.blake2b(_fingerprint(*columns).encode() + ends.tobytes(), digest_size=16)
     return Source(
         f"{description}; {split.described}",
         training,

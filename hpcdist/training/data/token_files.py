@@ -111,6 +111,7 @@ class TokenShards:
     # Ends of the documents of shard number i, relative to the shard. None: the files do not store documents.
     shard_ends: Callable[[int], np.ndarray] | None
     vocabulary: int = 0  # number of different tokens of the tokenizer; 0: not stored
+    trained: ShardedArray | None = None  # uint8 array: 1 for each trained token; None: all tokens are trained
 
     def document_ends(self) -> np.ndarray | None:
         """Return a sorted int64 array of the ends of all documents, or None if the files do not store documents."""
@@ -197,16 +198,21 @@ def open_directory(folder: Path) -> TokenShards:
         stored, vocabulary = np.dtype(index["dtype"]).newbyteorder("<"), int(index["vocabulary"])
         shards = [item for item in index["shards"] if item["tokens"]]
         places = [Shard(folder / item["file"], item["offset"], item["tokens"]) for item in shards]
-        tokens = ShardedArray(places, stored)
+        tokens, trained = ShardedArray(places, stored), None
+        if "trained" in index:
+            masks = [place._replace(offset=item["trained_offset"]) for place, item in zip(places, shards, strict=True)]
+            trained = ShardedArray(masks, np.uint8)
     if not shards:
         raise DataError(f"{folder}: the token directory has no documents; tokenize files with text")
+    if index.get("trained") == 0:
+        raise DataError(f"{folder}: no token is trained, so there is no loss; tokenize chats with answers")
 
     def ends(number: int) -> np.ndarray:
         shard = shards[number]
         whole = FileArray(folder / shard["file"], "<i8", shard["ends_offset"], (shard["documents"],))
         return np.asarray(whole[:])
 
-    return TokenShards(tokens, f"{folder}, {len(shards):,} shards", ends, vocabulary)
+    return TokenShards(tokens, f"{folder}, {len(shards):,} shards", ends, vocabulary, trained)
 
 
 def _flat(path: str, paths: Sequence[Path], dtype: str) -> TokenShards:

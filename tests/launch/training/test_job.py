@@ -116,6 +116,27 @@ def test_run_resumes_in_another_layout_with_more_steps(text, tmp_path):
     assert summary(done)["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-12)
 
 
+@pytest.mark.full
+def test_mixture_resumes_on_another_number_of_ranks_with_the_next_samples(text, tmp_path, rng):
+    np.save(tmp_path / "tokens.npy", rng.integers(0, 256, 3000).astype(np.uint16))
+    (tmp_path / "recipe.toml").write_text(
+        f"[[data.source]]\npath = '{text}'\nweight = 3\n[[data.source]]\npath = '{tmp_path}/tokens.npy'\n"
+    )
+
+    def mixed(ranks, out, *arguments):
+        keys = "run.global_batch=6", "precision.mode=float64", "optimizer.decay=constant"
+        settings = [word for key in keys for word in ("--set", key)]
+        words = tmp_path / "recipe.toml", *SMALL, *settings, "--out", tmp_path / out, "--json"
+        return summary(hpcdist("run", "-n", ranks, "train", *words, *arguments))
+
+    mixed(2, "run", "--set", "run.steps=7")
+    resumed = mixed(3, "run", "--resume", "auto", "--set", "run.steps=15")
+    whole = mixed(1, "whole", "--set", "run.steps=15")
+    assert resumed["steps"] == whole["steps"] == 15
+    for figure in ("train_loss", "val_loss"):
+        assert resumed[figure] == pytest.approx(whole[figure], rel=1e-12)
+
+
 # name -> (ranks, keys)
 LAYOUTS = {
     "allreduce, delayed": (2, ("communication.overlap=thread", "communication.delayed=true")),

@@ -2,15 +2,16 @@
 
 import struct
 
+import h5py
 import numpy as np
 import pytest
 
-from hpcdist.comm.threads.communicator import solo
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, StorageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.training.data import open_source, token_files
 from hpcdist.training.data.token_files import Shard, ShardedArray
-from hpcdist.training.recipe.config import DataConfig
+from hpcdist.training.recipe.config import DataConfig, DataSource
 
 CODES = {1: np.uint8, 4: np.int32, 8: np.uint16}
 
@@ -127,6 +128,52 @@ def test_invalid_megatron_files_are_rejected(tmp_path, content, message):
         (tmp_path / "a.idx").write_bytes(content)
     with pytest.raises((DataError, StorageError), match=message):
         open_source(DataConfig(path=str(tmp_path / "a.bin"), context=2, validation_fraction=0), ModelConfig(), solo())
+
+
+def write_tokens(folder, kind, tokens):
+    """Write ``tokens`` in a format, and return the keys of the data."""
+    if kind == "megatron":
+        write_megatron(folder / "a", [[tokens[:8000]], [tokens[8000:]]], 8)
+    elif kind == "flat":
+        tokens.astype("<u2").tofile(folder / "a.bin")
+        return {"path": str(folder / "a.bin"), "dtype": "uint16"}
+    elif kind == "hdf5":
+        with h5py.File(folder / "a.h5", "w") as file:
+            file["tokens"] = tokens
+    else:
+        np.save(folder / "a.npy", tokens.astype(np.uint16))
+    return {"path": str(folder / {"megatron": "a.bin", "hdf5": "a.h5", "npy": "a.npy"}[kind])}
+
+
+@pytest.mark.parametrize("kind", ["megatron", "flat", "hdf5", "npy"])
+def test_tokens_outside_the_vocabulary_are_rejected_before_the_first_step(tmp_path, rng, kind):
+    tokens = rng.integers(0, 256, 9000)
+    np.save(tmp_path / "good.npy", tokens.astype(np.uint16))
+    tokens[rng.integers(9000)] = 300
+    source = DataSource(**write_tokens(tmp_path, kind, tokens))
+    single = DataConfig(path=source.path, dtype=source.dtype, context=16)
+    mixture = DataConfig(source=(DataSource(path=str(tmp_path / "good.npy")), source), context=16)
+
+    def assert_rejected(comm):
+        for config in (single, single, mixture):  # the second start has the cached digest
+            with pytest.raises(DataError) as caught:
+                open_source(config, ModelConfig(vocabulary=300), comm)
+            assert str(caught.value).startswith(str(tmp_path / "a.")), caught.value
+            assert "the token 300 is not in the vocabulary" in str(caught.value)
+            assert "set model.vocabulary = 300 to at least 301" in str(caught.value)
+            assert open_source(config, ModelConfig(vocabulary=301), comm).digest
+
+    run_threads(2, assert_rejected)
+
+
+def test_mixture_with_a_source_without_documents_is_rejected(tmp_path, rng):
+    np.save(tmp_path / "good.npy", rng.integers(0, 256, 900).astype(np.uint16))
+    write_megatron(tmp_path / "empty", [], 8)
+    sources = DataSource(path=str(tmp_path / "good.npy")), DataSource(path=str(tmp_path / "empty.bin"))
+    with pytest.raises(
+        DataError, match=r"empty.bin: the Megatron files have no tokens; expected at least one document"
+    ):
+        open_source(DataConfig(source=sources, context=16), ModelConfig(), solo())
 
 
 def test_flat_file_of_another_type_is_rejected(tmp_path):

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -163,6 +164,19 @@ def test_kill_keeps_complete_shards_and_the_next_call_makes_the_same_bytes(tmp_p
     assert content(out) == content(tmp_path / "whole")
 
 
+def test_input_missing_on_one_rank_ends_all_ranks_with_its_name(tmp_path, jsonl, encoder):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "a.jsonl").write_bytes(jsonl.read_bytes())
+    (tmp_path / "0/b.jsonl").write_text('{"text": "of rank 0"}\n')
+    words = f"data tokenize a.jsonl b.jsonl --tokenizer {tmp_path}/tokenizer.json -o {tmp_path}/out --shard-bytes 1M"
+    program = f'cd "{tmp_path}/${{OMPI_COMM_WORLD_RANK-$PMI_RANK}}" && exec {sys.executable} -m hpcdist {words}'
+    jsonl.with_name("0").joinpath("a.jsonl").write_bytes(jsonl.read_bytes() * 60)  # a shard of its own, for rank 0
+    done = jobs.hpcdist("run", "-n", 2, "--", "bash", "-c", program, timeout=60)
+    assert done.returncode == 78 and "b.jsonl cannot be read" in done.stderr
+    assert not (tmp_path / "out" / token_files.INDEX_NAME).exists()
+
+
 def test_directory_with_other_tokens_is_rejected(tmp_path, jsonl, encoder):
     tokenize([jsonl], encoder, Reading(), tmp_path / "out", solo())
     assert tokenize([jsonl], encoder, Reading(), tmp_path / "out", solo()) == 0
@@ -173,8 +187,12 @@ def test_directory_with_other_tokens_is_rejected(tmp_path, jsonl, encoder):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, byte 14: invalid JSON"),
-        ("a.jsonl", b'{"text": "a"}\n{"content": "b"}\n', "no text with the key 'text'; the line has content"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2: invalid JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"content": "b"}\n',
+            "line 2: no text with the key 'text', .*; the row has content",
+        ),
         ("a.txt", b"abc\xffd", "byte 3: the text is not UTF-8"),
         ("a.txt", b"abc\0d", "NUL"),
         ("a.txt", b"", "no document with text"),
