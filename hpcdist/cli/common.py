@@ -28,6 +28,9 @@ set_option = click.option(
 )
 
 
+tokenizer_option = click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json of the model, or its directory."
+)
 averaged_option = click.option(
     "--averaged", is_flag=True, help="Use the moving average of the parameters (optimizer.ema_decay)."
 )

@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from hpcdist.cli.common import (
     COUNT,
+    FILE,
     PATH,
     averaged_option,
     existing_run_argument,
@@ -19,11 +20,14 @@ from hpcdist.cli.common import (
     recipe_argument,
     run_dir_argument,
     set_option,
+    tokenizer_option,
 )
-from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
+from hpcdist.reporting.table import aligned
 
 if TYPE_CHECKING:
+    from hpcdist.training.inference import TrainedModel
     from hpcdist.training.recipe.recipe import Recipe
 
 
@@ -135,9 +139,28 @@ def check_can_grow(run_dir: Path) -> None:
 @existing_run_argument
 @click.option("--trust", is_flag=True, help="Execute the recipe's model.factory even if its file is new or changed.")
 @averaged_option
+@click.option("--data", type=click.Path(path_type=Path), help="Score the documents of this file instead.")
+@click.option("--choices", type=FILE, help="Answer the multiple-choice questions of this .jsonl file instead.")
+@click.option("--key", default="text", help="With --data: key of the text in JSONL, or column of Parquet.")
+@click.option("--lines", is_flag=True, help="With --data: each line of a text file is a document.")
+@tokenizer_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-def evaluate(run_dir: Path, trust: bool, averaged: bool, as_json: bool) -> None:
+def evaluate(
+    run_dir: Path,
+    trust: bool,
+    averaged: bool,
+    data: Path | None,
+    choices: Path | None,
+    key: str,
+    lines: bool,
+    tokenizer: Path | None,
+    as_json: bool,
+) -> None:
     """Print the validation loss of the newest checkpoint in RUN_DIR. All ranks of the launcher share the work.
+
+    --data prints the perplexity of each document, and of all together, with the bits per byte. --choices prints the
+    share of right answers: by the probability of a choice, and by its probability per byte. A row of this file has a
+    prompt, choices (a list of texts) and answer (the index of the right one).
 
     If model.kind = 'import', the user's file that creates the model is executed. If this file is new or changed since
     the training, --trust is required.
@@ -148,14 +171,64 @@ def evaluate(run_dir: Path, trust: bool, averaged: bool, as_json: bool) -> None:
 
     with InspectionSession(run_dir) as look:
         trained = look.load(trust, averaged=averaged)
-        figures = {"steps": trained.steps, "val_loss": trained.validation_loss()}
-        unit = loss_unit(trained.recipe.model.kind, trained.model.tokens_per_sample)
+        figures: dict[str, Any] = {"steps": trained.steps}
+        if data is None and choices is None:
+            figures["val_loss"] = trained.validation_loss()
+            unit = loss_unit(trained.recipe.model.kind, trained.model.tokens_per_sample)
+            text = f"val_loss {figures['val_loss']:.4f} {unit}".rstrip() + f" after {figures['steps']} steps"
+        else:
+            scored, text = _scores(trained, run_dir, data, choices, key, lines, tokenizer)
+            figures |= scored
     if look.session.comm.rank == 0:
-        loss = f"{figures['val_loss']:.4f} {unit}".rstrip()
-        click.echo(f"val_loss {loss} after {figures['steps']} steps", err=as_json)
+        click.echo(text, err=as_json)
         if as_json:
             click.echo(json.dumps(figures))
     look.session.leave(OK)
+
+
+_MOST_ROWS: Final = 20  # documents in the printed table
+
+
+def _scores(
+    trained: "TrainedModel",
+    run_dir: Path,
+    data: Path | None,
+    choices: Path | None,
+    key: str,
+    lines: bool,
+    tokenizer: Path | None,
+) -> tuple[dict[str, Any], str]:
+    # Return (figures for JSON, text). Collective.
+    from hpcdist.training import scoring
+    from hpcdist.training.text import codec_of
+
+    if trained.recipe.model.kind != "gpt":
+        raise UsageError(f"{run_dir} has a model of kind {trained.recipe.model.kind!r}; only a gpt scores texts")
+    codec = codec_of(run_dir, trained.recipe, tokenizer)
+    figures: dict[str, Any] = {}
+    texts = []
+    if data is not None:
+        scores = scoring.score_documents(trained, codec, data, key, lines)
+        total = scoring.totals(scores)
+        figures |= total | {"by_document": [score.row() for score in scores]}
+        rows = [("document", "tokens", "perplexity")]
+        rows += [(one.place, f"{one.tokens:,}", f"{one.perplexity:.3f}") for one in scores[:_MOST_ROWS]]
+        texts += aligned(rows, left=(0,)) + [f"and {len(scores) - _MOST_ROWS} more; --json lists them"] * (
+            len(scores) > _MOST_ROWS
+        )
+        texts.append(
+            f"{total['documents']:,} documents, {total['scored']:,} scored tokens: loss {total['loss']:.4f} nats, "
+            f"perplexity {total['perplexity']:.3f}, {total['bits_per_byte']:.4f} bits per byte"
+        )
+    if choices is not None:
+        answers = scoring.score_choices(trained, codec, choices)
+        right = scoring.accuracy(answers)
+        figures |= right | {"answers": [dataclasses.asdict(one) for one in answers]}
+        texts.append(
+            f"{right['questions']} questions: {right['accuracy']:.1%} right, {right['accuracy_per_byte']:.1%} by the "
+            "probability per byte"
+        )
+    return figures, "\n".join(texts)
 
 
 @click.command()
@@ -163,20 +236,26 @@ def evaluate(run_dir: Path, trust: bool, averaged: bool, as_json: bool) -> None:
 @click.option(
     "--prompt", "prompts", multiple=True, default=["def "], help="Text to continue. Several: one text for each."
 )
-@click.option("--tokens", default=400, type=COUNT, help="Number of bytes to generate.")
+@click.option("--chat", is_flag=True, help="Prompts are messages of a user, in the tokenizer's chat template.")
+@tokenizer_option
+@click.option("--tokens", default=400, type=COUNT, help="Number of tokens to generate.")
 @click.option("--temperature", default=0.8, type=click.FloatRange(min=0.0), help="Sampling temperature; 0: greedy.")
-@click.option("--top-k", default=0, type=click.IntRange(min=0), help="Sample only from the k likeliest bytes; 0: all.")
+@click.option("--top-k", default=0, type=click.IntRange(min=0), help="Sample only from the k likeliest tokens; 0: all.")
 @click.option(
     "--top-p",
     default=1.0,
     type=click.FloatRange(min=0.0, max=1.0, min_open=True),
-    help="Sample only from the likeliest bytes whose probabilities sum to p; 1: all.",
+    help="Sample only from the likeliest tokens whose probabilities sum to p; 1: all.",
 )
 @click.option("--stop", "stops", multiple=True, help="End before this text. May be repeated.")
 @click.option("--seed", default=0, type=click.IntRange(min=0), help="Random seed.")
 @averaged_option
 def sample(run_dir: Path, prompts: tuple[str, ...], tokens: int, **options: Any) -> None:
-    """Generate text with the model in RUN_DIR. The model must be a GPT trained on bytes (model.vocabulary = 256)."""
+    """Generate text with the model in RUN_DIR, a gpt.
+
+    The tokenizer is in the imported directory, in the directory of the training's tokens, or in --tokenizer. Without a
+    tokenizer, a model of 256 tokens reads and writes bytes. A text ends at an end token of the tokenizer.
+    """
     from hpcdist.training import inference
 
     try:

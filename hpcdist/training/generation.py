@@ -1,6 +1,6 @@
 """Generation of tokens with a language model: temperature, top-k, top-p, stop sequences, several texts at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -36,12 +36,14 @@ def generate(
     seed: int,
     top_p: float = 1.0,
     stops: Sequence[Sequence[int]] = (),
+    ended: Container[int] = (),
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of a prompt, next token of its text), for at most ``count`` new tokens per prompt. Local.
 
     ``temperature`` 0 selects the most likely token. ``top_k`` limits the choice to the k most likely tokens; 0 sets no
     limit. ``top_p`` limits the choice to the smallest set of most likely tokens whose probabilities sum to at least
-    ``top_p``. A text ends after one of the token sequences ``stops``.
+    ``top_p``. A text ends after one of the token sequences ``stops``, or when its index is in ``ended``, which
+    the caller may change.
     """
     draws = [rng.stream(seed, index) if index else rng.stream(seed) for index in range(len(prompts))]
     texts = {index: list(map(int, prompt)) for index, prompt in enumerate(prompts)}
@@ -54,7 +56,7 @@ def generate(
                 token = _draw_token(row / temperature, top_k, top_p, draws[index])
             text.append(token)
             yield index, token
-            if any(ends_with(text[lengths[index] :], stop) for stop in stops):
+            if index in ended or any(ends_with(text[lengths[index] :], stop) for stop in stops):
                 del texts[index]
 
 

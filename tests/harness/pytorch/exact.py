@@ -10,6 +10,7 @@ import pytest
 def in_float64() -> Iterator[None]:
     """Let transformers compute in float64 where it would convert to float32: norms, angles, softmax."""
     torch = pytest.importorskip("torch")
+    pytest.importorskip("safetensors.torch")  # its table of types must have the true types
     before = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("float32", "float"):

@@ -16,6 +16,7 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import inference
+from hpcdist.training.build import state_source
 from hpcdist.training.build.assemble import assemble
 from hpcdist.training.generation import WindowDecoder, generate
 from hpcdist.training.inference import InspectionSession, load, sample
@@ -97,7 +98,7 @@ def test_each_rank_reads_only_its_share(text, monkeypatch):
     run, _, tensors = train(text)
     recipe = recipes.load_stored(run / "recipe.toml")
     read = {}
-    restore = inference.restore_together
+    restore = state_source.restore_together
 
     def body(comm):
         with count_traffic(comm) as traffic:
@@ -108,7 +109,7 @@ def test_each_rank_reads_only_its_share(text, monkeypatch):
         read[comm.rank] = sum(piece.flat.size for piece in expected)
         return restore(comm, path, expected)
 
-    monkeypatch.setattr(inference, "restore_together", restore_and_count)
+    monkeypatch.setattr(state_source, "restore_together", restore_and_count)
     run_threads(4, body)
     total = sum(values.size for values in tensors.values())
     assert sum(read.values()) == total and max(read.values()) < total / 3
@@ -143,7 +144,7 @@ def test_mlp_inputs_are_known_without_the_data(text):
     assert trained.logits(np.zeros((1, 8), np.uint8)).shape == (1, 256)
     hidden.rename(text)
     assert trained.validation_loss() == pytest.approx(loss, rel=1e-6)
-    with pytest.raises(UsageError, match="only a gpt with the 256 byte tokens can generate text"):
+    with pytest.raises(UsageError, match="holds a model of kind 'mlp'; only a gpt can generate text"):
         next(sample(run, ["ab"], 1, temperature=1, top_k=0, seed=0))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdist.training.generation import WindowDecoder, generate
-from hpcdist.training.inference import TextStream
+from hpcdist.training.text import BYTE_CODEC, TextStream
 
 
 def successor(tokens):
@@ -69,12 +69,12 @@ def test_generation_limits_inputs_to_the_context():
 
 
 def test_text_stream_holds_back_the_begin_of_a_stop():
-    text = TextStream([b"STOP", b"\n\n"])
+    text = TextStream(BYTE_CODEC.decode, ["STOP", "\n\n"])
     assert [text.add(byte) for byte in "aS\u00e9STxSTOP".encode()] == [
         "a",
         "",
-        "S",
-        "\u00e9",
+        "",
+        "S\u00e9",
         "",
         "",
         "STx",
@@ -84,5 +84,5 @@ def test_text_stream_holds_back_the_begin_of_a_stop():
         "",
     ]
     assert text.finish() == ""
-    text = TextStream([b"STOP"])
+    text = TextStream(BYTE_CODEC.decode, ["STOP"])
     assert "".join(text.add(byte) for byte in b"aSTO") + text.finish() == "aSTO"

@@ -7,6 +7,7 @@ import pytest
 
 from harness import jobs
 from harness.models.documents import spans
+from harness.pytorch.exact import in_float64
 from harness.trainings import losses_and_norms, recipe_keys, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError
@@ -270,16 +271,9 @@ LAYOUTS = {
 
 
 @pytest.fixture
-def exact(monkeypatch):
-    """Let transformers compute in float64 where it would convert to float32."""
-    torch = pytest.importorskip("torch")
-    before = torch.get_default_dtype()
-    for name in ("float32", "float"):
-        monkeypatch.setattr(torch, name, torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield torch
-    torch.set_default_dtype(before)
+def exact():
+    with in_float64():
+        yield pytest.importorskip("torch")
 
 
 def test_losses_and_gradients_equal_pytorch_in_every_layout(folder, rng, exact):
