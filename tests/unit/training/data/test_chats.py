@@ -265,6 +265,7 @@ LAYOUTS = {
     "one rank": (1, ""),
     "two ranks": (2, "strategy=zero2"),
     "pipeline": (2, "pipeline=2"),
+    "tensor": (2, "tensor=2"),
     "ring": (2, "parallel.context=2"),
 }
 
