@@ -56,11 +56,11 @@ def tokenize(
 
     session = start()
     encoder = tokenization.open_encoder(tokenizer, eos, bos)
-    if encoder.warning and session.comm.rank == 0:
-        click.echo(f"hpcdist: {encoder.warning}", err=True)
     made = tokenization.tokenize(files, encoder, Reading(key, lines, shard_bytes), output, session.comm)
     if session.comm.rank == 0:
         index = token_files.read_index(output)
+        if encoder.warning and "trained" in index:
+            click.echo(f"hpcdist: {encoder.warning}", err=True)
         if as_json:
             click.echo(json.dumps(_figures(index) | {"new_shards": made}))
         else:

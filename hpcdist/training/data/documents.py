@@ -132,6 +132,8 @@ class Reading:
         place = partial(_line_number, path, at)
         try:
             value = json.loads(line)
+            if rb"\ud" in line or rb"\uD" in line:
+                json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place()}: invalid JSON: {error}; expected one object on each line") from error
         return self._document(value, place)

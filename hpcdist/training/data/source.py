@@ -55,7 +55,7 @@ class Source:
     description: str
     training: Samples
     validation: Samples | None
-    tokens: Sliceable | None  # training text for next-token prediction
+    tokens: Sliceable | None  # training text, if every token of it is predicted
     inputs: dict[str, int]  # model sizes set by the data, such as the number of classes
     fingerprint: str  # hash of a few elements
     digest: str = ""  # hash of all data, or ""
@@ -315,7 +315,7 @@ def _packed_source(
         f"{description}; {split.described}",
         training,
         split.validation,
-        slice_of(tokens, 0, split.stop) if model.kind != "encoder" else None,
+        slice_of(tokens, 0, split.stop) if model.kind != "encoder" and trained is None else None,
         {"context": config.context},
         state.hexdigest(),
         padding=split.padding,

@@ -13,7 +13,7 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.stage import IGNORED
-from hpcdist.training.data import open_source, sampler_of, token_files
+from hpcdist.training.data import open_source, packed, sampler_of, token_files
 from hpcdist.training.data.chats import TEMPLATE_NAME, open_template
 from hpcdist.training.data.documents import Reading
 from hpcdist.training.data.tokenization import damaged_shards, open_encoder, tokenize
@@ -239,13 +239,14 @@ def test_empty_chat_masks_are_rejected_and_not_trained_with_zero_loss(folder, rn
 
 def test_chats_without_packing_and_encoders_are_rejected(folder, rng):
     tokenized(folder, [{"messages": chat} for chat in random_chats(rng, 3)], "out")
-    for packed, kind in ((False, "gpt"), (True, "encoder")):
-        config = DataConfig(path=str(folder.parent / "out"), context=2048, packed=packed)
+    for is_packed, kind in ((False, "gpt"), (True, "encoder")):
+        config = DataConfig(path=str(folder.parent / "out"), context=2048, packed=is_packed)
         with pytest.raises(DataError, match="set data.packed = true and model.kind = 'gpt'"):
             open_source(config, ModelConfig(vocabulary=300, kind=kind), solo())
 
 
-def test_cut_chats_and_mixtures_have_the_targets_of_the_masks(folder, rng):
+def test_cut_chats_and_mixtures_have_the_targets_of_the_masks(folder, rng, monkeypatch):
+    monkeypatch.setattr(packed, "SCANNED_TOKENS", 37)
     rows = [{"messages": chat} for chat in random_chats(rng, 20)]
     data = tokenized(folder, rows, "chats")
     path = folder.parent / "text.npy"
@@ -266,6 +267,7 @@ LAYOUTS = {
     "one rank": (1, ""),
     "two ranks": (2, "strategy=zero2"),
     "pipeline": (2, "pipeline=2"),
+    "tensor": (2, "tensor=2"),
     "ring": (2, "parallel.context=2"),
 }
 

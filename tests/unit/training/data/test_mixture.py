@@ -171,6 +171,16 @@ def test_invalid_sources_are_rejected(text, message, tmp_path):
         recipes.load(file, environment={})
 
 
+def test_source_missing_on_one_rank_is_rejected_on_all_ranks(files):
+    configs = mixture_of(files), mixture_of([files[0], files[1].with_name("missing.txt")])
+
+    def assert_rejected(comm):
+        with pytest.raises(DataError, match=r"data.source = .*missing.txt: there is no such file"):
+            open_source(configs[comm.rank % 2], ModelConfig(), comm)
+
+    run_threads(3, assert_rejected)
+
+
 def test_missing_source_is_rejected(files):
     files[1].unlink()
     with pytest.raises(DataError, match=r"data.source = .*letters.txt: there is no such file"):

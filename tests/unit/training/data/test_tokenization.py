@@ -169,9 +169,11 @@ def test_input_missing_on_one_rank_ends_all_ranks_with_its_name(tmp_path, jsonl,
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "a.jsonl").write_bytes(jsonl.read_bytes())
     (tmp_path / "0/b.jsonl").write_text('{"text": "of rank 0"}\n')
-    words = f"data tokenize a.jsonl b.jsonl --tokenizer {tmp_path}/tokenizer.json -o {tmp_path}/out --shard-bytes 1M"
+    size = jsonl.stat().st_size  # rank 0 makes the shard of the larger file, rank 1 the other shard
+    words = (
+        f"data tokenize a.jsonl b.jsonl --tokenizer {tmp_path}/tokenizer.json -o {tmp_path}/out --shard-bytes {size}"
+    )
     program = f'cd "{tmp_path}/${{OMPI_COMM_WORLD_RANK-$PMI_RANK}}" && exec {sys.executable} -m hpcdist {words}'
-    jsonl.with_name("0").joinpath("a.jsonl").write_bytes(jsonl.read_bytes() * 60)  # a shard of its own, for rank 0
     done = jobs.hpcdist("run", "-n", 2, "--", "bash", "-c", program, timeout=60)
     assert done.returncode == 78 and "b.jsonl cannot be read" in done.stderr
     assert not (tmp_path / "out" / token_files.INDEX_NAME).exists()
@@ -193,6 +195,7 @@ def test_directory_with_other_tokens_is_rejected(tmp_path, jsonl, encoder):
             b'{"text": "a"}\n{"content": "b"}\n',
             "line 2: no text with the key 'text', .*; the row has content",
         ),
+        ("a.jsonl", b'{"text": "a \\ud83d\\ude42"}\n{"text": "a \\ud83d"}\n', "line 2: invalid JSON: .*surrogates"),
         ("a.txt", b"abc\xffd", "byte 3: the text is not UTF-8"),
         ("a.txt", b"abc\0d", "NUL"),
         ("a.txt", b"", "no document with text"),
