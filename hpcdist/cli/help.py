@@ -24,6 +24,7 @@ GROUPS: Final = {
         "from-one-gpu": "A PyTorch script for one GPU becomes a job on two nodes with restarts.",
         "torch": "torch.distributed over MPI in a script with DDP or FSDP2: change two lines.",
         "torch-checkpoints": "Checkpoints, restarts, stop requests and metrics of such a script.",
+        "fine-tuning": "A Hugging Face model: train, tune with LoRA on chats, evaluate, sample, export.",
         "your-model": "Train a PyTorch or JAX model from your own script.",
         "from-ddp": "Names in DDP, FSDP, torchrun and DCP, and their equivalents here.",
         "api": "Collectives, checkpoints, energy and stop requests for any MPI program.",
