@@ -39,6 +39,7 @@ _ALLOWED: Final = frozenset(
         *((f"{_MODULE}.metadata", f"{name}StorageMetadata") for name in ("Chunk", "Tensor", "Bytes")),
         *((f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING"), (f"{_MODULE}.filesystem", "_StorageInfo")),
         *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+        *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
         *(("torch", name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "bool", "uint8")),
     )
 )
