@@ -44,7 +44,7 @@ def test_imported_model_is_trained_on_two_ranks_and_exported(tmp_path, rng):
     tokens = np.tile(np.arange(0, 97, 7, dtype=np.uint16), 200)
     np.save(tmp_path / "tokens.npy", tokens)
     keys = {"run.init_from": tmp_path / "model", "data.path": tmp_path / "tokens.npy", "run.global_batch": 4}
-    keys |= {"run.steps": 12, "parallel.strategy": "zero3", "optimizer.learning_rate": 0.01, "data.context": 32}
+    keys |= {"run.steps": 60, "parallel.strategy": "zero3", "optimizer.learning_rate": 0.01, "data.context": 32}
     keys |= {"checkpoint.export_to": tmp_path / "out"}
     trained = hpcdist("run", "-n", 2, "train", *jobs.settings(keys), "--out", tmp_path / "run", "--json", timeout=300)
     assert trained.returncode == 0, trained.stderr
