@@ -68,7 +68,7 @@ def trainer_keys(nbytes: int) -> dict[str, Any]:
 
 def local_state(trainer: Any) -> list[Piece]:
     """Return the parameters that this rank saves: each element belongs to one rank."""
-    return [piece for piece in trainer.exchange.state() if piece.kind == PARAMETERS]
+    return [piece for piece in trainer.pieces() if piece.kind == PARAMETERS]
 
 
 def export_pieces(comm: Communicator, plan: ExportPlan, pieces: Iterable[Piece]) -> None:

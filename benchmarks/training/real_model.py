@@ -125,7 +125,9 @@ def ratios(results: Results) -> harness.Ratios:
 
 def lines(results: Results) -> Sequence[str]:
     values, seconds = perplexities(results), results.arrays["time_s"][:, 0]
-    rows = [(name, f"{value:.4f}", f"{time_s:.1f}") for name, value, time_s in zip(CONTENDERS, values, seconds, strict=True)]
+    rows = [
+        (name, f"{value:.4f}", f"{time_s:.1f}") for name, value, time_s in zip(CONTENDERS, values, seconds, strict=True)
+    ]
     return aligned([("", "perplexity", "seconds"), *rows])
 
 

@@ -85,7 +85,6 @@ class DcpReader:
         self._last: tuple[int, np.ndarray] = (-1, np.empty(0, np.uint8))
 
     def read(self, index: int, elements: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with the range ``elements`` of the flattened tensor ``self.tensors[index]``."""
         if self._last[0] != index:
             self._last = index, self._whole(index)
         out.view(np.uint8)[...] = self._last[1][elements.start * out.itemsize : elements.stop * out.itemsize]
@@ -100,7 +99,6 @@ class DcpReader:
         return np.ravel(paired_rows(rows, self._heads[permuted]) if permuted else rows)
 
     def close(self) -> None:
-        """Release the last tensor."""
         self._last = -1, np.empty(0, np.uint8)
 
 

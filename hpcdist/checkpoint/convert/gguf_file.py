@@ -78,13 +78,13 @@ def _config(values: Mapping[str, Any], tied: bool) -> dict[str, Any]:
         )
     config: dict[str, Any] = {"model_type": "llama", "tie_word_embeddings": tied, "torch_dtype": "float32"}
     scaling: dict[str, Any] = {}
-    own = {key.removeprefix("llama."): value for key, value in values.items() if key.startswith("llama.")}
+    settings = {key.removeprefix("llama."): value for key, value in values.items() if key.startswith("llama.")}
     for ignored in ("rope.dimension_count", "attention.value_length"):
-        size = own.pop(ignored, None)
-        expected = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
+        size = settings.pop(ignored, None)
+        expected = settings.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
         if size not in (None, expected):
             raise ConfigurationError(f"llama.{ignored} = {size} is not supported; supported: {expected}")
-    for key, value in own.items():
+    for key, value in settings.items():
         number = float(str(np.float32(value))) if isinstance(value, float) else value
         if key in _KEYS:
             config[_KEYS[key]] = number
@@ -145,13 +145,10 @@ class GgufReader:
         self.metadata = ""
         heads = values.get("llama.attention.head_count", 1)
         self._heads = {"attn_q": heads, "attn_k": values.get("llama.attention.head_count_kv", heads)}
-        self.tensors = [
-            StoredTensor(PARAMETERS, _name_of(name), "float32", shape) for name, shape, *_ in self._stored
-        ]
+        self.tensors = [StoredTensor(PARAMETERS, _name_of(name), "float32", shape) for name, shape, *_ in self._stored]
         self._last: tuple[int, np.ndarray] = (-1, np.empty(0, np.float32))
 
     def read(self, index: int, elements: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with the range ``elements`` of the flattened tensor ``self.tensors[index]``."""
         if self._last[0] != index:
             name, shape, data, code = self._stored[index]
             values = self._module.dequantize(data, code).reshape(shape)
@@ -160,7 +157,6 @@ class GgufReader:
         out[...] = self._last[1][elements.slice]
 
     def close(self) -> None:
-        """Release the last tensor."""
         self._last = -1, np.empty(0, np.float32)
 
 
@@ -184,7 +180,9 @@ def _content(path: Path) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...
 
 
 @lru_cache(maxsize=1)  # parsing a vocabulary takes seconds
-def _parsed(path: Path, _: int, __: int) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], np.ndarray, Any]], Any]:
+def _parsed(
+    path: Path, _: int, __: int
+) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], np.ndarray, Any]], Any]:
     try:
         import gguf
     except ImportError as error:

@@ -5,13 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+from unit.checkpoint.convert.test_huggingface import SIZES, loaded, logits_of_directory, logits_of_transformers, rotary
 
 from harness.jobs import call_command
 from harness.marks import cases
 from hpcdist.checkpoint.convert import dcp, gguf_file
 from hpcdist.checkpoint.convert.huggingface import HuggingFaceDirectory
 from hpcdist.errors import ConfigurationError, StorageError
-from unit.checkpoint.convert.test_huggingface import SIZES, loaded, logits_of_directory, logits_of_transformers, rotary
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -122,7 +122,10 @@ def test_gguf_file_has_the_logits_and_the_tokenizer_of_transformers(quantized, t
 @cases(
     "keys, output",
     ({"architecture": "qwen2"}, "general.architecture = 'qwen2' is not supported; supported: 'llama'"),
-    ({"pre": "tekken"}, "tokenizer.ggml.model.* 'tekken' is not supported.*put the tokenizer.json of the model next to"),
+    (
+        {"pre": "tekken"},
+        "tokenizer.ggml.model.* 'tekken' is not supported.*put the tokenizer.json of the model next to",
+    ),
     ({"llama__expert_weights_scale": 2.0}, "llama.expert_weights_scale = '2.0' is not supported"),
 )
 def test_unsupported_gguf_files_are_refused_by_key(keys, output, tmp_path, rng):
