@@ -81,7 +81,9 @@ def _config(values: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     settings = {key.removeprefix("llama."): value for key, value in values.items() if key.startswith("llama.")}
     for ignored in ("rope.dimension_count", "attention.value_length"):
         size = settings.pop(ignored, None)
-        expected = settings.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
+        expected = (
+            settings.get("attention.key_length") or settings["embedding_length"] // settings["attention.head_count"]
+        )
         if size not in (None, expected):
             raise ConfigurationError(f"llama.{ignored} = {size} is not supported; supported: {expected}")
     for key, value in settings.items():

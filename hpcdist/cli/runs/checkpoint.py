@@ -101,8 +101,8 @@ def import_(
     IN is a file, an index of several files, or a directory with either. A directory with a config.json is a model of
     Hugging Face, of the family llama, mistral, qwen2, qwen3 or gpt2: the recipe in DIR gets its [model] section. Its
     tensors may also be a checkpoint of torch.distributed.checkpoint. A .gguf file of the llama architecture has both
-    its settings and its tokenizer. No pickled code is executed. With --recipe, `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint
-    export --optimizer`, `hpcdist train --resume auto` can resume from DIR.
+    its settings and its tokenizer. No pickled code is executed. With --recipe, `hpcdist sample` can use DIR. If IN was
+    written by `hpcdist checkpoint export --optimizer`, `hpcdist train --resume auto` can resume from DIR.
     """
     from hpcdist.checkpoint.convert import families
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
