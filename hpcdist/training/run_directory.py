@@ -120,7 +120,7 @@ def plan_export(
     """
     origin = Path(recipe.run.init_from) if recipe.run.init_from else run_dir
     folders = (run_dir / SETTINGS, origin, origin / SETTINGS)
-    settings = next((folder for folder in folders if families.is_directory(folder)), None)
+    settings = next((folder for folder in folders if families.is_source(folder)), None)
     config = {} if settings is None else families.read_config(settings)
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     dtype = dtype if dtype in FLOATS else recipe.precision.mode

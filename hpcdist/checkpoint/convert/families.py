@@ -14,6 +14,7 @@ from hpcdist.models.config import MOST_CONTEXT, ModelConfig, in_blocks
 from hpcdist.reporting import regular
 
 CONFIG: Final = "config.json"
+GGUF_SUFFIX: Final = ".gguf"
 ROTARY_CONTEXT: Final = 1024  # tokens per sample of a new run, if the model has no table of positions
 # Keys of config.json that do not change the logits.
 HARMLESS: Final = frozenset(
@@ -64,21 +65,31 @@ def is_directory(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Return the content of the ``config.json`` in ``directory``. Raises StorageError, ConfigurationError."""
-    path = directory / CONFIG
-    with regular.damage(path):
-        config = regular.json_value(path)
+def is_source(path: Path) -> bool:
+    """Return True if ``path`` is a model with its settings: a directory of Hugging Face, or a GGUF file."""
+    return is_directory(path) or (path.suffix == GGUF_SUFFIX and path.is_file())
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """Return the ``config.json`` of the model ``source``, see `is_source`. Raises StorageError, ConfigurationError."""
+    path = source if source.suffix == GGUF_SUFFIX else source / CONFIG
     try:
+        if path == source:
+            from hpcdist.checkpoint.convert import gguf_file
+
+            config: Any = gguf_file.read_settings(source)[CONFIG]
+        else:
+            with regular.damage(path):
+                config = regular.json_value(path)
         model_keys(config)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
     return dict(config)
 
 
-def recipe_values(directory: Path) -> dict[str, Any]:
-    """Return {recipe key: value} of the model in ``directory``, and a data.context that the model supports."""
-    config = read_config(directory)
+def recipe_values(source: Path) -> dict[str, Any]:
+    """Return {recipe key: value} of the model ``source``, and a data.context that the model supports."""
+    config = read_config(source)
     keys = {f"model.{name}": value for name, value in model_keys(config).items()}
     length = context_of(config)
     return {**keys, "data.context": length if config["model_type"] == "gpt2" else min(length, ROTARY_CONTEXT)}

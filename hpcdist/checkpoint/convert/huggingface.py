@@ -3,6 +3,7 @@
 A rank reads only the elements that it holds, in blocks.
 """
 
+import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -17,7 +18,7 @@ from hpcdist.arrays.dtypes import FLOATS, dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.checkpoint.convert import families
+from hpcdist.checkpoint.convert import dcp, families, gguf_file
 from hpcdist.checkpoint.convert.exporting import piece_in_file
 from hpcdist.checkpoint.convert.families import CONFIG
 from hpcdist.checkpoint.convert.importing import ForeignFile
@@ -40,18 +41,22 @@ COPIED: Final = (
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer, and the settings, from the directory ``source`` to the directory ``target``."""
+    """Write the tokenizer and the settings of the model ``source`` to the directory ``target``. See `is_source`."""
+    files = gguf_file.read_settings(source) if source.is_file() else {}
+    source = source.parent if source.is_file() else source
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for name in (CONFIG, *COPIED):
-            if (source / name).is_file():
+        for name, content in files.items():
+            (target / name).write_text(json.dumps(content, ensure_ascii=False))
+        for name in ("tokenizer.json",) if files else (CONFIG, *COPIED):
+            if name not in files and (source / name).is_file():
                 shutil.copyfile(source / name, target / name)
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be copied to {target}: {error.strerror}") from error
 
 
 class HuggingFaceDirectory(ForeignFile):
-    """Open directory with ``config.json`` and safetensors: its tensors have the names and shapes of hpcdist.
+    """Open model, see `families.is_source`: its tensors have the names and shapes of hpcdist.
 
     ``dtype``: type to which `pieces` converts the elements. ``whole``: False to skip checks that read tensors. Raises
     HpcdistError.
@@ -169,10 +174,12 @@ class HuggingFaceDirectory(ForeignFile):
 
 
 def _tensor_file(path: Path) -> Path:
-    for name in (INDEX, SINGLE):
+    if path.suffix == families.GGUF_SUFFIX:
+        return path
+    for name in (INDEX, SINGLE, dcp.METADATA):
         if (path / name).is_file():
             return path / name
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pth", "*.gguf") for file in path.glob(pattern))
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pth") for file in path.glob(pattern))
     reason = f"; {pickled[0]} is not read: convert it with save_pretrained of transformers" if pickled else ""
     raise StorageError(f"{path} has neither {SINGLE} nor {INDEX}{reason or '; copy the directory again'}")
 

@@ -18,8 +18,11 @@ from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint.convert import torch_state
+from hpcdist.checkpoint.convert import dcp, torch_state
+from hpcdist.checkpoint.convert.dcp import DcpReader
 from hpcdist.checkpoint.convert.exporting import piece_in_file
+from hpcdist.checkpoint.convert.families import GGUF_SUFFIX
+from hpcdist.checkpoint.convert.gguf_file import GgufReader
 from hpcdist.checkpoint.convert.safetensors import INDEX_SUFFIX, MAX_TENSORS, SUFFIX, SafetensorsReader
 from hpcdist.checkpoint.convert.torch_state import TorchReader
 from hpcdist.checkpoint.listing import StoredTensor
@@ -33,14 +36,16 @@ MAX_NAMES_BYTES: Final = 16 << 20
 MAX_NESTING: Final = 16  # nested groups
 MAX_ALIASING: Final = 4  # largest ratio of tensor bytes to file bytes: tensors may share bytes
 _KIND: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*")
-_READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = {
+_READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader | GgufReader | DcpReader]]] = {
     "safetensors": SafetensorsReader,
     "torch": TorchReader,
+    "gguf": GgufReader,
+    "dcp": DcpReader,
 }
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return ("safetensors" or "torch", file to open) for the file or directory ``path``. Raises HpcdistError."""
+    """Return (name of the format, file to open) for the file or directory ``path``. Raises HpcdistError."""
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
@@ -52,6 +57,8 @@ def format_of(path: Path) -> tuple[str, Path]:
         return "safetensors", path
     if path.suffix in torch_state.SUFFIXES:
         return "torch", path
+    if path.suffix == GGUF_SUFFIX or path.name == dcp.METADATA:
+        return ("gguf" if path.suffix == GGUF_SUFFIX else "dcp"), path
     suffixes = ", ".join((SUFFIX, INDEX_SUFFIX, *torch_state.SUFFIXES))
     raise UsageError(f"{path} has an unknown format; choose a file whose name ends in one of: {suffixes}")
 
@@ -99,8 +106,11 @@ class ForeignFile:
 
 
 def _file_bytes(path: Path) -> int:
-    files = path.parent.glob("*" + SUFFIX) if path.name.endswith(INDEX_SUFFIX) else [path]
-    return sum(file.stat().st_size for file in files)
+    # Elements of a quantized GGUF tensor have at least 1 bit, and become 32.
+    if path.suffix == GGUF_SUFFIX:
+        return 32 * path.stat().st_size
+    pattern = "*" + SUFFIX if path.name.endswith(INDEX_SUFFIX) else dcp.DATA if path.name == dcp.METADATA else ""
+    return sum(file.stat().st_size for file in (path.parent.glob(pattern) if pattern else [path]))
 
 
 @dataclass(frozen=True)

@@ -111,16 +111,17 @@ def import_(
     """Import IN, a safetensors file, a PyTorch state dict or a Hugging Face directory, as the first checkpoint of DIR.
 
     IN is a file, an index of several files, or a directory with either. A directory with a config.json is a model of
-    Hugging Face, of the family llama, mistral, qwen2, qwen3 or gpt2: the recipe in DIR gets its [model] section. No
-    pickled code is executed. With --recipe, `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint
-    export --optimizer`, `hpcdist train --resume auto` can resume from DIR.
+    Hugging Face, of the family llama, mistral, qwen2, qwen3 or gpt2: the recipe in DIR gets its [model] section. Its
+    tensors may also be a checkpoint of torch.distributed.checkpoint. A .gguf file of the llama architecture has both
+    its settings and its tokenizer. No pickled code is executed. With --recipe, `hpcdist sample` can use DIR. If IN was
+    written by `hpcdist checkpoint export --optimizer`, `hpcdist train --resume auto` can resume from DIR.
     """
     from hpcdist.checkpoint.convert import families
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
     from hpcdist.training.recipe import recipe as recipes
     from hpcdist.training.use_cases import import_checkpoint as imported_run
 
-    is_model = families.is_directory(source)
+    is_model = families.is_source(source)
     if overrides and recipe is None and not is_model:
         raise UsageError("--set changes keys of --recipe; add --recipe")
     inputs, keys = None, None

@@ -158,10 +158,10 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
     """Load the parameters in the checkpoint ``source``, without optimizer state. Collective over the world.
 
-    ``source``: checkpoint, run directory, or Hugging Face directory. Return {name of a tensor that was not loaded:
-    reason}.
+    ``source``: checkpoint, run directory, Hugging Face directory, or GGUF file. Return {name of a tensor that was
+    not loaded: reason}.
     """
-    if on_first_rank(trainer.comm, lambda: families.is_directory(source)):
+    if on_first_rank(trainer.comm, lambda: families.is_source(source)):
         return _load_directory(trainer, source, partial)
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))

@@ -156,7 +156,7 @@ class RunConfig:
     noise_scale_every_steps: int = key(0, "Steps between measurements of the gradient noise scale. 0: never.", ge=0)
     init_from: str = key(
         "",
-        'Checkpoint, run or Hugging Face directory with the initial parameters (--init-from). "": random parameters.',
+        'Checkpoint, run, Hugging Face directory or GGUF file with the initial parameters (--init-from). "": random.',
         path=True,
     )
     allow_partial: bool = key(

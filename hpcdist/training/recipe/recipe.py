@@ -134,7 +134,7 @@ def load(
 
 def _initial_model(sources: Iterable[settings.Settings | None]) -> settings.Settings | None:
     named = [source.values["run.init_from"] for source in sources if source and "run.init_from" in source.values]
-    if not named or not named[-1] or not families.is_directory(Path(named[-1])):
+    if not named or not named[-1] or not families.is_source(Path(named[-1])):
         return None
     values = families.recipe_values(Path(named[-1]))
     return settings.Settings(values, dict.fromkeys(values, f"{named[-1]}/{families.CONFIG}"))
