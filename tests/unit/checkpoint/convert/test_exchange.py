@@ -305,7 +305,7 @@ def save_into(run_dir, file):
     run_threads(1, lambda comm: save(run_dir / "checkpoints", 1, file.pieces(), {}, comm))
 
 
-@pytest.mark.parametrize(("name", "code"), [("nothing.safetensors", 74), ("x.gguf", 2)])
+@pytest.mark.parametrize(("name", "code"), [("nothing.safetensors", 74), ("x.onnx", 2)])
 def test_missing_or_unknown_files_are_rejected(name, code, tmp_path, capsys):
     if code == 2:
         (tmp_path / name).write_text("")

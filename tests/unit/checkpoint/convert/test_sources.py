@@ -100,9 +100,10 @@ def test_gguf_file_has_the_logits_and_the_tokenizer_of_transformers(quantized, t
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).eval()
     result = logits_of_directory(path, tokens, "float32")
     expected = logits_of_transformers(reference, tokens)
-    assert np.abs(result - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert np.abs(result - expected).max() <= 1e-4 * np.abs(expected).max()
     if quantized is None:
-        assert np.allclose(result, logits_of_transformers(model, tokens), atol=1e-4)
+        stored = logits_of_transformers(model, tokens)
+        assert np.abs(result - stored).max() <= 1e-4 * np.abs(stored).max()
     code, _, error = call_command(capsys, "checkpoint", "import", str(path), str(tmp_path / "run"))
     assert code == 0, error
     code, _, error = call_command(capsys, "checkpoint", "export", str(tmp_path / "run"), f"{tmp_path}/out/")

@@ -206,7 +206,7 @@ def test_moved_bytes_are_reported_by_kind(words):
 
 @pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens"), ("encoder", "tokens"), ("mlp", "samples")])
 def test_speed_unit_follows_the_model(kind, unit, words):
-    vocabulary = {"model.mask_token": 10, "model.vocabulary": 11} if kind == "encoder" else {}
+    vocabulary = {"model.mask_token": 10, "model.vocabulary": 256} if kind == "encoder" else {}
     settings = {**words, "model.kind": kind, "model.tied": "false", **vocabulary}
     if kind != "gpt":
         settings = {**settings, "data.path": words["data.path"]}
