@@ -233,8 +233,19 @@ class Model:
         """Return a copy of the logits for the input x. Keep no activations for a backward pass."""
         return self.outputs(parameters, x, arena, self.operations)
 
-    def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
-        """Return a copy of the last stage's output for x, computed with ``operations``. Keep no activations."""
+    def outputs(
+        self,
+        parameters: Sequence[Parameters],
+        x: Array,
+        arena: Arena,
+        operations: Operations,
+        *,
+        only_last: bool = False,
+    ) -> Array:
+        """Return a copy of the last stage's output for x, computed with ``operations``. Keep no activations.
+
+        ``only_last``: True to compute the last stage only for the last token of x, which has one sample or one token.
+        """
         before: Saved | None = None
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -242,6 +253,8 @@ class Model:
             saved = arena.saved(stage.layer, microbatch=-1)
             saved.documents = documents
             skips.bring(unit, saved)
+            if only_last and stage is self.stages[-1]:
+                x = x[:, -1:]
             x = stage.forward(views, x, operations, saved)
             skips.leave(unit, x, copy=True)
             if before is not None:

@@ -6,20 +6,25 @@ of tokens that do not start at 0. The logits equal the logits of the whole text 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
 from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import heads_of
 from hpcdist.models.config import Rotation
 from hpcdist.models.layers.embedding import LocalPositions
+from hpcdist.models.layers.linear import LocalLinear, affine
 from hpcdist.models.layers.rotary import LocalRotary, rotary_table, turn
+from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Parameters, Saved
+
+FEW_ROWS: Final = 4  # rows of one pass over a weight
 
 
 class Cache:
@@ -77,6 +82,44 @@ class CachedAttention(LocalAttention):
         return y
 
 
+class CachedLinear(LocalLinear):
+    """Linear layers of the newest tokens of a few texts. Each weight is read once for `FEW_ROWS` texts."""
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
+        return affine(parameters, prefix, x, saved, self.low_rank, biased=biased, product=few_rows_product)
+
+
+def few_rows_product(a: Array, b: Array, out: Array) -> None:
+    """Write the matrix product ``a @ b`` to ``out``, fast if ``a`` has 2 to 8 rows and ``b`` is a transposed weight."""
+    # A BLAS copies the weight to packed panels first, which takes longer than the product of a few rows.
+    if is_device(a) or not 1 < len(a) <= 2 * FEW_ROWS or a.dtype.name not in SAMPLE_DTYPES:
+        backend.matmul(a, b, out)
+    else:
+        _few_rows_product(a, b.T, out, np.zeros(FEW_ROWS, a.dtype))
+
+
+@jit(fastmath=REORDER)
+def _few_rows_product(a: Any, weight: Any, out: Any, zeros: Any) -> None:
+    rows, columns = a.shape
+    for first in range(0, rows, 4):
+        i, j, k = min(first + 1, rows - 1), min(first + 2, rows - 1), min(first + 3, rows - 1)
+        x, y, z, t = a[first], a[i], a[j], a[k]
+        for output in range(weight.shape[0]):
+            w = weight[output]
+            p, q, r, s = zeros[0], zeros[1], zeros[2], zeros[3]
+            for column in range(columns):
+                v = w[column]
+                p += v * x[column]
+                q += v * y[column]
+                r += v * z[column]
+                s += v * t[column]
+            out[first, output], out[i, output], out[j, output], out[k, output] = p, q, r, s
+
+
+for _dtype in SAMPLE_DTYPES:
+    _few_rows_product.sample(lambda x=np.ones((FEW_ROWS, FEW_ROWS), _dtype): (x, x, x.copy(), x[0]))
+
+
 class CachedPositions(LocalPositions):
     """Learned positions of the newest token of each text."""
 
@@ -112,11 +155,14 @@ class CachedDecoder:
     def __init__(self, model: Model, parameters: Sequence[Parameters], arena: Arena, texts: int, context: int) -> None:
         self._model, self._parameters, self._arena = model, parameters, arena
         self._cache = cache = Cache(texts, context)
+        linear = CachedLinear(getattr(model.operations.linear_column, "low_rank", None))
         self._operations = replace(
             model.operations,
             attention=CachedAttention(cache),
             positions=CachedPositions(cache),
             rotary=CachedRotary(cache),
+            linear_column=linear,
+            linear_row=linear,
         )
 
     def logits(self, texts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
@@ -142,5 +188,5 @@ class CachedDecoder:
         self._cache.rows = texts
         on = "gpu" if backend.is_device(next(iter(self._parameters[0].values()))) else "cpu"
         inputs = backend.place(np.array(tokens, np.int64), on)
-        outputs = self._model.outputs(self._parameters, inputs, self._arena, self._operations)
+        outputs = self._model.outputs(self._parameters, inputs, self._arena, self._operations, only_last=True)
         return backend.to_host(outputs[:, -1])

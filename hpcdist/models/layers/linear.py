@@ -7,6 +7,7 @@ Errors in machine epsilons of the dtype: GELU ``2 |x|``, gradient of GELU ``4 |d
 gradients of SwiGLU ``4 |dy value|`` (gates) and ``3 |dy gate|`` (values).
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -58,13 +59,17 @@ def affine(
     low_rank: LowRank | None = None,
     *,
     biased: bool = True,
+    product: Callable[[Array, Array, Array], None] = matmul,
 ) -> Array:
-    """Return ``x weight^T + bias`` for contiguous x, in an array from ``saved``. Omit the bias unless ``biased``."""
+    """Return ``x weight^T + bias`` for contiguous x, in an array from ``saved``. Omit the bias unless ``biased``.
+
+    ``product``: function with the arguments and the result of `matmul`.
+    """
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
     rows = y.reshape(-1, outputs)
-    matmul(x.reshape(-1, inputs), weight.T, rows)
+    product(x.reshape(-1, inputs), weight.T, rows)
     if low_rank is not None:
         low_rank.forward(parameters, prefix, x, rows, saved)
     bias = parameters.get(f"{prefix}.bias")
