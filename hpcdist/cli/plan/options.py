@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hpcdist.cli.common import COUNT, FILE, Decorator, Parsed, stacked
+from hpcdist.planner.kernels import RENAMED
 from hpcdist.planner.layout import IMPLEMENTATIONS, LAYOUT_FIELDS, LIBRARIES, OPTION_KEYS, RECOMPUTE, SEARCH_SETTINGS
 from hpcdist.reporting.units import parse_size
 
@@ -171,8 +172,9 @@ _LAYOUT: Final = (
     _key_option("algorithm"),
     PlanOption(
         "--implementation",
-        IMPLEMENTATIONS,
-        "Software whose kernels and memory use are modelled.  [default: hpcdist; megatron on a GPU not calibrated]",
+        (*IMPLEMENTATIONS, *RENAMED),
+        "Software whose kernels and memory use are modelled.  [default: hpcdist; on a GPU that is not calibrated fsdp2 "
+        "for data parallelism, else megatron-core]",
     ),
     PlanOption(
         "--library",
@@ -182,7 +184,7 @@ _LAYOUT: Final = (
     PlanOption(
         "--gradient-fusion/--no-gradient-fusion",
         None,
-        "With megatron: matrix products accumulate into the gradients.  [default: gradient-fusion]",
+        "With Megatron: matrix products accumulate into the gradients.  [default: gradient-fusion]",
     ),
     PlanOption("--tensor-overlap", SHARE, "Share of tensor-parallel traffic overlapped with backward.  [default: 0]"),
     PlanOption(

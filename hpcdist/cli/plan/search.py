@@ -144,6 +144,7 @@ def _search_request(
     values |= {SEARCH_AXES[name]: (value,) for name, value in given.fields.items() if name in SEARCH_AXES}
     if "parallel.recompute" in given.keys and "recompute" not in values:
         values["recompute"] = ("full" if given.keys["parallel.recompute"] else "none",)
+    values["programs"] = subject.programs
     values["compressions"] = (subject.layout.compression,)
     if options["memory"] is not None:
         values["memory_bytes"] = _memory_bytes(options["memory"], cluster)

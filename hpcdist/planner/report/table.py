@@ -171,7 +171,8 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
     is_by_time = result.objective == "time"
     plans = [ranked.estimate for ranked in result.found]
-    kernels = f"; kernels and memory of {plans[0].layout.implementation}" if plans else ""
+    programs = " and ".join(dict.fromkeys(plan.layout.implementation for plan in plans))
+    kernels = f"; kernels and memory of {programs}" if plans else ""
     lines = [*capped_rows(plans), f"least {result.objective} among {space}{kernels}"]
     lines += [f"no layout fits: {reason}" for reason in result.nothing]
     if result.found:

@@ -208,9 +208,10 @@ class _Job(NamedTuple):
         scatter = self._gradients(operation, parameters, axis, self.units)
         gather = self._in_messages("all_gather", parameters * STORED_ITEM_BYTES[layout.precision], axis, self.units)
         if stage < 3:
-            return self._result(
-                self._hide(scatter.seconds * often, often), gather.seconds, repeated_cost(scatter, often), gather
-            )
+            seconds, hidden = self._hide(scatter.seconds * often, often)
+            if layout.kernels.hides_gathers:
+                hidden += min(self._hideable(gather.seconds), self.forward_s)
+            return self._result((seconds + gather.seconds, hidden), 0.0, repeated_cost(scatter, often), gather)
         recomputes = recomputes_ahead(layout)
         # Forward, recomputation and backward each gather all units. The last unit is kept if its backward follows its
         # forward; the first unit if the next micro-batch's forward follows its backward.
@@ -307,7 +308,8 @@ class _Job(NamedTuple):
         return repeated_cost(cost, messages)
 
     def _hideable(self, seconds: float) -> float:
-        return self.layout.overlap * seconds * (self.units - 1) / self.units  # all but the last unit's messages
+        overlap = self.layout.overlap * self.layout.kernels.fit(self.cluster.device.name).overlap
+        return overlap * seconds * (self.units - 1) / self.units  # all but the last unit's messages
 
     def _hide(self, seconds: float, often: int) -> tuple[float, float]:
         return seconds, min(self._hideable(seconds), often * self.backward_s)

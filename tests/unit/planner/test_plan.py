@@ -20,7 +20,7 @@ from hpcdist.planner.time.step import timing
 SELENE = toml_file.read("a100-selene")
 GPT3 = describe(transformer.named("gpt3-175b"), "gpt3-175b")
 LAYOUT = ParallelLayout(
-    data=24, pipeline=8, tensor=8, schedule="interleaved", chunks=2, recompute="full", implementation="megatron"
+    data=24, pipeline=8, tensor=8, schedule="interleaved", chunks=2, recompute="full", implementation="megatron-2022"
 )
 
 
@@ -106,7 +106,7 @@ def test_unproven_plans_are_flagged():
 )
 def test_attention_over_all_pairs_is_flagged_if_significant(context, more, output):
     llama = describe(replace(transformer.named("llama-2-7b"), context=context), "llama")
-    layout = replace(ParallelLayout(implementation="megatron"), **more)
+    layout = replace(ParallelLayout(implementation="megatron-2022"), **more)
     lines = [flag for flag in plan(llama, layout, SELENE, 16, 10).flags if "pairs of tokens" in flag]
     start = f"the attention of megatron {output} the scores of all pairs of tokens (no FlashAttention); "
     start += "use --implementation"

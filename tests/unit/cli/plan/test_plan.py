@@ -162,7 +162,7 @@ def test_options_select_the_planned_layout(plan_json):
     plan = plan_json(
         *(*GPT, *ON, "--pipeline", "2", "--tensor", "2", "--devices", "16", "--zero", "1", "--microbatch", "2"),
         *("--schedule", "gpipe", "--sequence-parallel", "--recompute", "full", "--compression", "int8"),
-        *("--main-gradients", "working", "--implementation", "megatron", "--overlap", "0.5", "--algorithm", "ring"),
+        *("--main-gradients", "working", "--implementation", "megatron-2022", "--overlap", "0.5", "--algorithm", "ring"),
         *("--activations", "float32", "--optimizer-slots", "1", "--steps", "7", "--library", "mpi"),
         *("--no-gradient-fusion", "--tensor-overlap", "0.25"),
     )
@@ -179,7 +179,7 @@ def test_options_select_the_planned_layout(plan_json):
         "recompute": "full",
         "compression": "int8",
         "main_gradients": "working",
-        "implementation": "megatron",
+        "implementation": "megatron-2022",
         "overlap": 0.5,
         "algorithm": "ring",
         "activations": "float32",
@@ -387,7 +387,7 @@ def test_plan_that_does_not_fit_exits_with_1(run, plan_json):
     ([*GPT, *ON, "--sequence-parallel"], 78, "has no effect"),
     ([*GPT, *ON, "--main-gradients", "working"], 2, "needs --implementation megatron"),
     (
-        [*GPT, *ON, "--main-gradients", "working", "--implementation", "megatron", "--precision", "float32"],
+        [*GPT, *ON, "--main-gradients", "working", "--implementation", "megatron-2022", "--precision", "float32"],
         2,
         "--main-gradients working has no effect with the precision float32",
     ),
@@ -488,7 +488,7 @@ SERVED = "[parallel]\nstrategy = 'parameter_server'\n[parameter_server]\nservers
     ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "zb-v"], None),
     ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--no-simulate", "--untied", "--kv-heads", "2"], None),
     ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "interleaved", "--chunks", "2"], None),
-    ([*NAMED, *ON, "--devices", "12", "--zero", "3", "--objective", "energy", "--implementation", "megatron"], None),
+    ([*NAMED, *ON, "--devices", "12", "--zero", "3", "--objective", "energy", "--implementation", "megatron-2022"], None),
     ([*NAMED, *ON, "--devices", "8", "--tensor", "4", "--sequence-parallel", "--overlap", "0.5"], None),
     ([*NAMED, *ON, "--devices", "8", "--context-ranks", "2", "--tokens", "1e9", "--memory", "60 GB"], None),
     ([*NAMED, *ON, "--devices", "8", "--compression", "int8", "--precision", "float32"], None),
@@ -651,7 +651,7 @@ def test_unmeasured_mfu_is_limited_with_a_leading_note(run, plan_json):
 def test_uncalibrated_gpu_is_planned_with_published_kernels(plan_json, recipe, tmp_path):
     arguments = [*SEVEN, "--zero", "1", "--recompute", "full"]
     plan = plan_json(*arguments)
-    assert plan["layout"]["implementation"] == "megatron" and not plan["is_capped"]
+    assert plan["layout"]["implementation"] == "megatron-2022" and not plan["is_capped"]
     assert plan_json(*arguments, *OURS)["layout"]["implementation"] == "hpcdist"
     text = toml_file.dump(replace(toml_file.read("h100-hgx"), calibrated="here, today"))
     (tmp_path / "own.toml").write_text(text)
@@ -662,7 +662,7 @@ def test_uncalibrated_gpu_is_planned_with_published_kernels(plan_json, recipe, t
     ]
     assert plan_json(*local_values)["layout"]["implementation"] == "hpcdist"
     output = plan_json(recipe(RECIPE), "--cluster", "h100-hgx", "--devices", "4", "--precision", "bfloat16")
-    assert (output["layout"]["implementation"], output["layout"]["library"]) == ("megatron", "mpi")
+    assert (output["layout"]["implementation"], output["layout"]["library"]) == ("megatron-2022", "mpi")
     assert any("hpcdist is not measured" in flag for flag in output["flags"])
     assert plan_json(recipe(RECIPE), "--cluster", "workstation")["layout"]["implementation"] == "hpcdist"
 
@@ -670,7 +670,7 @@ def test_uncalibrated_gpu_is_planned_with_published_kernels(plan_json, recipe, t
 def test_runnable_search_finds_no_faster_layout(run, plan_json):
     arguments = ["search", *SEVEN, "--first", "1", "--no-simulate"]
     (best,), (runnable,) = (plan_json(*arguments, *more)["found"] for more in ([], ["--runnable"]))
-    assert best["layout"]["implementation"] == runnable["layout"]["implementation"] == "megatron"
+    assert best["layout"]["implementation"] == runnable["layout"]["implementation"] == "megatron-2022"
     assert runnable["step_s"] >= best["step_s"]
     assert "kernels and memory of megatron" in run(*arguments)[1].splitlines()[0]
     assert "kernels and memory of hpcdist" in run(*arguments, *OURS)[1].splitlines()[1]
