@@ -63,6 +63,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Comparisons | None:
 
 def lines(results: Any) -> list[str]:
     sections: list[Iterable[str]] = [report.lines(results.rows, tables())]
+    sections += [report.by_program(results.rows)]
     sections += [report.said(report.summary(results.rows))] if results.complete else []
     return [line for section in (*sections, report.scaling(results.rows)) for line in section]
 

@@ -39,7 +39,8 @@ class Kernels:
     # Limits
     splits_evenly: ClassVar[bool] = False  # each degree must divide layers, columns, tokens and batch
 
-    # Attention and recomputation
+    # Matrix products, attention and recomputation
+    products: ClassVar[str] = ""  # data type of the factors of products in transformer blocks; "": as activations
     tiles_attention: ClassVar[bool] = True  # computes scores in tiles, keeps none, and skips masked tiles
     stops_early: ClassVar[bool] = False  # full recomputation of a block omits the block's last product
     recomputes_ahead: ClassVar[bool] = True  # pipeline ranks recompute while they wait for the output gradient
@@ -131,6 +132,7 @@ class MegatronCore(Megatron2022):
     tiles_attention = True
     # The fused loss reads float32 logits three times and writes them once. Backward reads and writes them once.
     loss_bytes = (16, 8)
+    traffic = 1.5
     hides_gathers = True
     hidden_tensor = 0.7
     jitter = 0.005
@@ -140,13 +142,25 @@ class MegatronCore(Megatron2022):
     # H100: Llama 3 70B on 64 to 2,048 devices; the range is wider, because all rows are one model. Other devices: as
     # H100, an estimate.
     fits: ClassVar[Mapping[str, Calibration]] = {
-        H100: Calibration(matmul=0.815, attention=0.55, rows=6, fastest=0.92, slowest=1.12),
-        "": Calibration(matmul=0.815),
+        H100: Calibration(matmul=0.83, attention=0.55, rows=6, fastest=0.92, slowest=1.12),
+        "": Calibration(matmul=0.83),
     }
 
     def update_bytes(self, optimizer_bytes: int, gradient_bytes: int, *, is_narrow: bool) -> int:
         # The fused optimizer reads float32 gradients, which the norm reads once more, and zeroes them.
         return 2 * gradient_bytes + optimizer_bytes + gradient_bytes
+
+
+class MegatronCoreFp8(MegatronCore):
+    """Megatron-Core with FP8 products in transformer blocks. Attention, messages and the head stay in bfloat16."""
+
+    name = "megatron-core-fp8"
+    products = "float8"
+    # H100: Llama 3 of 8B to 405B on 8 to 1,024 devices.
+    fits: ClassVar[Mapping[str, Calibration]] = {
+        H100: Calibration(matmul=0.7, attention=0.55, rows=5, fastest=0.94, slowest=1.1),
+        "": Calibration(matmul=0.7),
+    }
 
 
 class Fsdp2(Kernels):
@@ -173,11 +187,11 @@ class Fsdp2(Kernels):
     routes_rows = False
     rotates_keys = False
     sums_tied_in_pair = False
-    # A100: Llama 2 and 3 of 8B to 70B on 64 devices. Other devices: products as with Megatron-Core, attention as
+    # A100: Llama 2 and 3 of 8B to 70B on 64 devices. Other devices: products as with FSDP1, attention as
     # FlashAttention 2 on H100 (arXiv:2307.08691), an estimate.
     fits: ClassVar[Mapping[str, Calibration]] = {
         A100: Calibration(matmul=0.88, attention=0.5, overlap=0.5, rows=8, fastest=0.94, slowest=1.06),
-        "": Calibration(matmul=0.815, attention=0.37, overlap=0.5),
+        "": Calibration(matmul=0.75, attention=0.37, overlap=0.5),
     }
 
 
@@ -209,9 +223,9 @@ class Fsdp1(Fsdp2):
 
 
 KERNELS: Final[dict[str, Kernels]] = {
-    kernels.name: kernels
-    for kernels in (Kernels(), MegatronCore(), Fsdp2(), Fsdp2Compiled(), Fsdp1(), Megatron2022())
+    kernels.name: kernels for kernels in (Kernels(), MegatronCore(), MegatronCoreFp8(), Fsdp2(), Fsdp2Compiled(), Fsdp1(), Megatron2022())
 }
+
 
 def modern_program(*, is_data_parallel: bool, has_fused_attention: bool) -> str:
     """Return the name of the program that people use for a layout: FSDP2 for data parallelism, else Megatron-Core.

@@ -220,6 +220,8 @@ def _layout_options(options: Mapping[str, Any], base: "ParallelLayout", layout: 
         is_given = options[name] is not None or (name == "strategy" and options["zero"] is not None)
         if is_given or value != getattr(base, LAYOUT_FIELDS[name]):
             values[name] = value
+    if "implementation" in values and layout.library:
+        values["library"] = layout.library
     return values
 
 

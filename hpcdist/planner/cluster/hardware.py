@@ -145,7 +145,7 @@ class QuantityField(NamedTuple):
 
 
 ACCELERATOR_FLOPS: Final = 10e12
-ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 

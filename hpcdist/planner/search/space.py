@@ -135,7 +135,9 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
     """Yield copies of ``grid`` with every combination of recomputation and sequence parallelism in ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
-    if grid.kernels.tiles_attention and not grid.kernels.again_share and "none" in choices:  # scores are always recomputed
+    if (
+        grid.kernels.tiles_attention and not grid.kernels.again_share and "none" in choices
+    ):  # scores are always recomputed
         choices = tuple(choice for choice in choices if choice != "selective")
     for recompute in choices:
         for sequence_parallel in both:

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
+from hpcdist.constants import HALVES
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurve
 from hpcdist.planner.layout import ParallelLayout
@@ -99,7 +100,10 @@ class _Unit:
         device = cluster.device
         self.unit, self.layout, self.device = unit, layout, device
         kind = layout.computes_in
-        if kind not in device.peak_flops or kind not in device.matmul:
+        is_narrow = layout.kernels.products and unit.attention is not None and kind in HALVES
+        product_kind = layout.kernels.products if is_narrow else kind
+        if kind not in device.peak_flops or product_kind not in device.matmul:
+            kind = product_kind
             available = sorted(set(device.peak_flops) & set(device.matmul))
             raise ConfigurationError(
                 f"the precision {kind} needs a peak FLOP rate and an efficiency curve of the device {device.name}, "
@@ -107,7 +111,8 @@ class _Unit:
                 f"{', '.join(available) or '(none)'}; change the precision, or add device.flops.{kind} and "
                 f"[device.matmul.{kind}] to the cluster file"
             )
-        self.peak, self.curve = device.peak_flops[kind], device.matmul[kind]
+        self.peak = device.peak_flops[kind]
+        self.product_peak, self.curve = device.peak_flops[product_kind], device.matmul[product_kind]
         self.fit = layout.kernels.fit(device.name)
         self.item = ITEM_BYTES[kind]
         self.moves = device.memory_bytes_per_s * device.memory_share
@@ -164,7 +169,7 @@ class _Unit:
         share, beyond = peak_share_of(self.curve, size)
         if beyond:
             self.flags.add(f"{self.layout.computes_in} products {beyond}: extrapolated")
-        return self.peak * min(1.0, share * self.fit.matmul)
+        return self.product_peak * min(1.0, share * self.fit.matmul)
 
     def _attention(self, attention: AttentionShape) -> tuple[float, float]:
         layout = self.layout

@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 
 MOST_READ_BYTES: Final = 1 << 30  # largest data file read for the lengths of documents
 # Options of `hpcdist plan`: of a transformer in numbers (mlp_ratio is an alternative to feed_forward), and of the run.
-_SHAPE_FIELDS: Final = tuple(item.name for item in dataclasses.fields(TransformerShape) if item.name != "dropout")
+_WITHOUT_OPTION: Final = ("dropout", "head_size", "biased", "query_key_norm", "window_layers")
+_SHAPE_FIELDS: Final = tuple(
+    item.name for item in dataclasses.fields(TransformerShape) if item.name not in _WITHOUT_OPTION
+)
 SHAPE_OPTIONS: Final = (*_SHAPE_FIELDS, "mlp_ratio")
 RUN_OPTIONS: Final = ("model", "devices", "batch", "steps", "tokens")
 OPTIONS: Final = (*RUN_OPTIONS, *SHAPE_OPTIONS, *LAYOUT_FIELDS, "simulate")

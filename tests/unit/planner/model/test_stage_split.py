@@ -63,7 +63,8 @@ def test_interleaved_chunks_alternate_between_ranks():
 
 def test_folded_chunks_go_forward_and_back():
     result = chunks(
-        describe(named("megatron-175b"), "x"), ParallelLayout(pipeline=4, schedule="zb-v", implementation="megatron-2022")
+        describe(named("megatron-175b"), "x"),
+        ParallelLayout(pipeline=4, schedule="zb-v", implementation="megatron-2022"),
     )
     assert [chunk.rank for chunk in result] == [0, 1, 2, 3, 3, 2, 1, 0]
 

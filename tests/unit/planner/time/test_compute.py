@@ -160,7 +160,9 @@ def test_unfused_scores_compute_all_pairs():
 
 
 def test_float32_loss_of_megatron_is_counted():
-    theirs = unit_seconds(HEAD, replace(LAYOUT, implementation="megatron-2022"), cluster_with(peak_flops={"float32": 1e30}))
+    theirs = unit_seconds(
+        HEAD, replace(LAYOUT, implementation="megatron-2022"), cluster_with(peak_flops={"float32": 1e30})
+    )
     words = 2 * 128 * 1000
     wide = 2 * (HEAD.moved - HEAD.moved_cut) * 4
     product = (2 * 128 * (256 + 1000) + 256 * 1000) * 4

@@ -98,7 +98,11 @@ def test_hierarchical_cost_is_the_sum_of_its_tiers():
 
 @pytest.mark.parametrize(
     "layout",
-    [ParallelLayout(data=1000), ParallelLayout(data=256, tensor=8), ParallelLayout(data=64, implementation="megatron-2022")],
+    [
+        ParallelLayout(data=1000),
+        ParallelLayout(data=256, tensor=8),
+        ParallelLayout(data=64, implementation="megatron-2022"),
+    ],
 )
 @pytest.mark.parametrize("n", [1e3, 1e6, 1e10])
 def test_no_allreduce_beats_the_bandwidth_bound(layout, n):

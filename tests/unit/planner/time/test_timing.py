@@ -223,7 +223,9 @@ def test_stage_messages_have_the_size_of_activations():
 
 def test_megatron_stage_messages_are_split_over_tensor_ranks():
     layout = replace(LAYOUT, pipeline=2, tensor=4)
-    ours, theirs = (border_message(MODEL, layout.but(implementation=name), CLUSTER) for name in ("hpcdist", "megatron-2022"))
+    ours, theirs = (
+        border_message(MODEL, layout.but(implementation=name), CLUSTER) for name in ("hpcdist", "megatron-2022")
+    )
     assert (ours.nbytes, theirs.nbytes) == (BSH, BSH / 4)
     parts = border_message(MODEL, replace(layout, sequence_parallel=True, implementation="megatron-2022"), CLUSTER)
     channels = span(replace(layout, implementation="megatron-2022"), "tensor", CLUSTER)
@@ -311,7 +313,9 @@ def test_tied_tensor_on_one_rank_is_not_sent(schedule):
 
 def test_tied_tensor_is_sent_to_its_owner_and_back():
     half = replace(LAYOUT, pipeline=2, precision="bfloat16")
-    ours, theirs = (tied_sum(MODEL, replace(half, implementation=name), CLUSTER) for name in ("hpcdist", "megatron-2022"))
+    ours, theirs = (
+        tied_sum(MODEL, replace(half, implementation=name), CLUSTER) for name in ("hpcdist", "megatron-2022")
+    )
     one_way = message(1024 * 256 * 2, half, "pipeline", CLUSTER)
     assert (ours.seconds, ours.nbytes) == (pytest.approx(2 * one_way.seconds), one_way.nbytes)
     assert theirs == message(1024 * 256 * 4, half, "pipeline", CLUSTER)  # a sum of main gradients
