@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from benchmarks.planner.tables import Row, Table, unit_of
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
+from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, parse
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory import model_states
@@ -74,7 +74,7 @@ def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]
     elif table.key == "zero_bubble_table5":
         yield from _bubbles(table)
     for row in table.rows:
-        on = cluster or cluster_of(row.cluster)
+        on = cluster or cluster_of(row.cluster, row.network)
         predicted, program = Predicted(row, on), f"{row.layout.implementation} on {on.device.name}"
         for quantity, printed in row.published.items():
             kind = "closed" if quantity in CLOSED else "memory" if quantity.startswith("memory") else row.kind
@@ -109,9 +109,16 @@ def _slack(row: Row, quantity: str) -> float:
 
 
 @cache
-def cluster_of(name: str) -> Cluster:
-    """Return the shipped cluster ``name`` marked as calibrated, so plans use the formulas without corrections."""
-    return replace(toml_file.read(name), calibrated="formulas alone")
+def cluster_of(name: str, network: str = "") -> Cluster:
+    """Return the shipped cluster ``name`` marked as calibrated, so plans use the formulas without corrections.
+
+    ``network``: bandwidth of a device between nodes, or "" for the cluster's.
+    """
+    cluster = toml_file.read(name)
+    if network:
+        *inner, last = cluster.levels
+        cluster = replace(cluster, levels=(*inner, replace(last, bytes_per_s=parse(network, "bandwidth"))))
+    return replace(cluster, calibrated="formulas alone")
 
 
 class Predicted:
