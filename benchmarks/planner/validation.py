@@ -29,7 +29,7 @@ from benchmarks.planner.predictions import Compared, compared
 from benchmarks.planner.tables import tables
 from hpcdist.comm.start import Session
 
-SCHEMA, COMMITTED = report.SCHEMA, "planner/2026-11-27-validate-planner.h5"
+SCHEMA, COMMITTED = report.SCHEMA, "planner/2026-12-01-validate-planner.h5"
 WORSE = 1.01
 
 

@@ -17,7 +17,7 @@ class Calibration(NamedTuple):
 
     matmul: float = 1.0  # factor on the efficiency curve of matrix products
     attention: float = 0.0  # fraction of the peak FLOP rate that attention reaches; 0: as the cluster file says
-    overlap: float = 1.0  # fraction of the data-axis messages that may overlap computation
+    overlap: float = 1.0  # 1 - slowdown of computation by messages of ZeRO that it overlaps, on the fastest links
     rows: int = 0  # number of published steps
     fastest: float = 1.0
     slowest: float = 1.0
@@ -37,6 +37,7 @@ class Kernels:
     library: ClassVar[str] = "mpi"  # communication library, if the layout names none
 
     # Limits
+    schedules: ClassVar[tuple[str, ...]] = ()  # pipeline schedules that a search tries; (): all
     splits_evenly: ClassVar[bool] = False  # each degree must divide layers, columns, tokens and batch
 
     # Matrix products, attention and recomputation
@@ -50,7 +51,8 @@ class Kernels:
     has_main_gradients: ClassVar[bool] = False  # sums 16-bit gradients in float32, if the layout asks for it
     fuses_gradients: ClassVar[bool] = False  # matrix products may add weight gradients to the accumulated gradients
     loss_bytes: ClassVar[tuple[int, int] | None] = None  # memory traffic of a logit: forward, backward; None: as layers
-    traffic: ClassVar[float] = 1.0  # memory traffic of elementwise operations / traffic of fused operations
+    # Memory traffic of elementwise operations / traffic of fused operations: other blocks, and blocks with SwiGLU
+    traffic: ClassVar[tuple[float, float]] = (1.0, 1.0)
     again_share: ClassVar[float] = 0.0  # selective recomputation repeats this share of the products, all elementwise
     sends_stored_gradients: ClassVar[bool] = True  # sharded strategies send gradients in the stored type
     sends_to_owners: ClassVar[bool] = True  # ZeRO sends 16-bit gradients directly to their owners
@@ -115,7 +117,7 @@ class Megatron2022(Kernels):
     sums_tied_in_pair = False
     blocks_on_messages = True
     # Residuals of the test rows of benchmarks/planner/published, all on these devices.
-    fits: ClassVar[Mapping[str, Calibration]] = {A100: Calibration(rows=45, fastest=0.98, slowest=1.09)}
+    fits: ClassVar[Mapping[str, Calibration]] = {A100: Calibration(rows=38, fastest=0.98, slowest=1.09)}
 
     def update_bytes(self, optimizer_bytes: int, gradient_bytes: int, *, is_narrow: bool) -> int:
         # Copy 16-bit gradients to float32 (6), unscale and check (8), norm (4), clip (8), read (4), step, zero.
@@ -129,10 +131,11 @@ class MegatronCore(Megatron2022):
     # github.com/NVIDIA/Megatron-LM: --overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap,
     # --cross-entropy-loss-fusion, --account-for-embedding-in-pipeline-split.
     name = "megatron-core"
+    schedules = ("1f1b", "interleaved")
     tiles_attention = True
     # The fused loss reads float32 logits three times and writes them once. Backward reads and writes them once.
     loss_bytes = (16, 8)
-    traffic = 1.5
+    traffic = (1.5, 1.5)
     hides_gathers = True
     hidden_tensor = 0.7
     jitter = 0.005
@@ -167,16 +170,17 @@ class Fsdp2(Kernels):
     """PyTorch FullyShardedDataParallel of 2024 (``fully_shard``) without a compiler, as in torchtitan."""
 
     # github.com/pytorch/torchtitan: parameters are gathered in bfloat16, and gradients are reduced in float32.
-    # Selective recomputation keeps attention and every second product. torch.utils.checkpoint ends a recomputation after
+    # Selective recomputation keeps attention and every second product. torch.utils.checkpoint ends a recomputation at
     # the last tensor that backward needs (``set_checkpoint_early_stop``).
     name = "fsdp2"
     is_published = True
     library = "nccl"
+    schedules = MegatronCore.schedules
     splits_evenly = True
     recomputes_ahead = False
     measures_arrays = False
     loss_bytes = Megatron2022.loss_bytes
-    traffic = 1.95
+    traffic = (1.5, 1.95)  # RMSNorm, SwiGLU and rotary positions are several kernels each
     stops_early = True
     again_share = 0.5
     sends_stored_gradients = False
@@ -190,7 +194,7 @@ class Fsdp2(Kernels):
     # A100: Llama 2 and 3 of 8B to 70B on 64 devices. Other devices: products as with FSDP1, attention as
     # FlashAttention 2 on H100 (arXiv:2307.08691), an estimate.
     fits: ClassVar[Mapping[str, Calibration]] = {
-        A100: Calibration(matmul=0.88, attention=0.5, overlap=0.5, rows=8, fastest=0.94, slowest=1.06),
+        A100: Calibration(matmul=0.865, attention=0.5, overlap=0.5, rows=6, fastest=0.94, slowest=1.06),
         "": Calibration(matmul=0.75, attention=0.37, overlap=0.5),
     }
 
@@ -199,7 +203,7 @@ class Fsdp2Compiled(Fsdp2):
     """PyTorch ``fully_shard`` with ``torch.compile`` on each block, which fuses elementwise operations."""
 
     name = "fsdp2-compiled"
-    traffic = 1.0
+    traffic = (1.0, 1.0)
     fits: ClassVar[Mapping[str, Calibration]] = {
         A100: Fsdp2.fits[A100]._replace(rows=0),
         "": Fsdp2.fits[""],
@@ -211,19 +215,19 @@ class Fsdp1(Fsdp2):
 
     # github.com/mosaicml/llm-foundry, mixed_precision: PURE: gradients are reduced in bfloat16.
     name = "fsdp1"
-    traffic = 1.5
     again_share = 0.0
     sends_stored_gradients = True
-    # MPT of 1B to 70B on 8 to 64 devices. Triton's attention of 2023 was slow on H100.
+    # MPT of 1B to 70B on 8 to 64 devices, Llama 2 on 96 and 128. Triton's attention of 2023 was slow on H100.
     fits: ClassVar[Mapping[str, Calibration]] = {
-        A100: Calibration(matmul=0.85, attention=0.5, overlap=0.5, rows=14, fastest=0.95, slowest=1.07),
-        H100: Calibration(matmul=0.75, attention=0.2, overlap=0.5, rows=15, fastest=0.94, slowest=1.1),
+        A100: Calibration(matmul=0.85, attention=0.5, overlap=0.5, rows=17, fastest=0.95, slowest=1.1),
+        H100: Calibration(matmul=0.75, attention=0.2, overlap=0.5, rows=18, fastest=0.94, slowest=1.22),
         "": Calibration(matmul=0.75, attention=0.2, overlap=0.5),
     }
 
 
 KERNELS: Final[dict[str, Kernels]] = {
-    kernels.name: kernels for kernels in (Kernels(), MegatronCore(), MegatronCoreFp8(), Fsdp2(), Fsdp2Compiled(), Fsdp1(), Megatron2022())
+    kernels.name: kernels
+    for kernels in (Kernels(), MegatronCore(), MegatronCoreFp8(), Fsdp2(), Fsdp2Compiled(), Fsdp1(), Megatron2022())
 }
 
 

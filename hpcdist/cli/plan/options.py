@@ -5,7 +5,7 @@ All options default to None, so that a command sees which options were given.
 
 import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -254,3 +254,16 @@ def _subject_options(run: Iterable[PlanOption]) -> Decorator:
 
 subject_options = _subject_options(_RUN)
 search_subject_options = _subject_options((_RUN[0].with_default("all of the cluster"), *_RUN[1:]))
+
+
+def option_words(option: click.Option, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of the command line that set ``option`` to its value in ``values``."""
+    value = values.get(str(option.name))
+    if value is None or value == ():
+        return
+    if isinstance(value, bool):
+        yield from (option.opts if value else option.secondary_opts)[:1]
+        return
+    for item in value if isinstance(value, tuple) else (value,):
+        yield option.opts[0]
+        yield str(item)

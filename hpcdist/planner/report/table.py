@@ -185,6 +185,7 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
             "",
             *((f"command to plan row 1: {replan_command}", "") if replan_command else ()),
         ]
+        lines += _alike(plans)
         lines.append("why each row is better than the next row, and what limits it")
         for number, ranked in enumerate(result.found, 1):
             reasons = [line for reason in (*ranked.why, *ranked.limits) for line in wrapped(reason, "    ")]
@@ -200,6 +201,15 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
     flags = by_row(flags_by_row, (*result.flags, *notes), [plan.layout for plan in plans])
     flag_lines = [line for flag in flags for line in wrapped(f"note: {flag}")]
     return "\n".join([*lines, *(["", *flag_lines] if flag_lines else [])])
+
+
+def _alike(plans: Sequence[PlanEstimate]) -> list[str]:
+    # Rows whose range contains the planned step of row 1.
+    first = plans[0].step_s
+    rows = [str(row) for row, plan in enumerate(plans, 1) if plan.step_range_s and plan.step_range_s[0] <= first]
+    if len(rows) < 2:
+        return []
+    return [f"rows {', '.join(rows)} cannot be told apart: the step of row 1 is within their ranges", ""]
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:

@@ -163,7 +163,8 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
-    for name in spec.schedules:
+    usual = grid.kernels.schedules if spec.schedules == PIPELINES else ()
+    for name in usual or spec.schedules:
         row = SCHEDULES[name]
         if row.most is not None:
             pairs.append((name, row.most))

@@ -205,7 +205,9 @@ class _Unit:
     def _moved(self) -> tuple[float, float]:
         unit, layout = self.unit, self.layout
         samples = layout.microbatch / layout.context
-        traffic, loss_bytes = layout.kernels.traffic, layout.kernels.loss_bytes
+        products = unit.products
+        is_gated = len(products) > 1 and products[-2].columns == 2 * products[-1].inner
+        traffic, loss_bytes = layout.kernels.traffic[is_gated], layout.kernels.loss_bytes
         rest = traffic * samples * (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
         if loss_bytes and unit.products and unit.products[-1].cut == "columns":  # logits
             logits = samples * unit.products[-1].rows * unit.products[-1].columns / layout.tensor

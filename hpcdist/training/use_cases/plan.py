@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -21,7 +22,7 @@ from hpcdist.planner.checks import unsupported
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.kernels import KERNELS, RENAMED, modern_program
-from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, ParallelLayout
+from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, ParallelLayout, divisors
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
 from hpcdist.planner.report import table
 from hpcdist.planner.report.quantities import estimate_json
@@ -123,6 +124,43 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
     )
     flags = (*answer.flags, *table.layout_caveats(answer), *notes, *subject.notes, *table.assumption_line(cluster))
     return replace(answer, flags=table.ordered(flags, [layout]))
+
+
+def smallest_change(subject: PlanSubject, cluster: Cluster) -> dict[str, Any]:
+    """Return the layout options with which ``subject`` fits into the device memory, or {} if up to three do not help.
+
+    Of the smallest sets of changed options, the result is the set with the shortest step.
+    """
+    layout = subject.layout
+    changes: list[dict[str, Any]] = [{"strategy": f"zero{stage}"} for stage in (1, 2, 3)]
+    changes += [{"recompute": name} for name in ("selective", "full") if layout.recompute == "none" or name == "full"]
+    changes += [{"microbatch": size} for size in divisors(layout.microbatch)[:-1]]
+    changes += [{"sequence_parallel": True}] if layout.tensor > 1 else []
+    changes += [
+        {axis: 2 * getattr(layout, axis), "data": layout.data // 2}
+        for axis in ("tensor", "pipeline", "context")
+        if layout.data % 2 == 0
+    ]
+    for count in (1, 2, 3):
+        fitting = []
+        for chosen in combinations(changes, count):
+            fields = {name: value for change in chosen for name, value in change.items()}
+            if len(fields) < sum(map(len, chosen)):
+                continue
+            candidate = replace(layout, **fields)
+            if subject.programs:
+                is_split = candidate.pipeline * candidate.tensor * candidate.context * candidate.expert > 1
+                candidate = replace(candidate, implementation=subject.programs[is_split])
+            batch, description = subject.global_batch, subject.description
+            if next(checks.shape_problems(description, candidate, cluster, batch), None) is not None:
+                continue
+            estimate = planner.plan(description, candidate, cluster, batch, 1)
+            if estimate.memory.fits:
+                fitting.append((estimate.step_s, len(fitting), fields))
+        if fitting:
+            fields = min(fitting)[2]
+            return {{"context": "context_ranks"}.get(name, name): value for name, value in fields.items()}
+    return {}
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
