@@ -159,7 +159,8 @@ def command(
     given. Exit code 1: the training does not fit into memory.
     """
     from hpcdist.planner.report import text
-    from hpcdist.training.use_cases.plan import plan_of_subject, read_cluster, smallest_change, subject_from_options
+    from hpcdist.training.use_cases.plan import plan_of_subject, read_cluster, subject_from_options
+    from hpcdist.training.use_cases.plan_advice import smallest_change
 
     check_plot(plot)
     if recipe is not None and not recipe.exists() and (near := nearest(str(recipe), COMMANDS)):

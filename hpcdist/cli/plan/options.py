@@ -229,9 +229,9 @@ search_layout_options = stacked(
 _MODEL: Final = section_option(
     MODEL_SECTION,
     "--model",
-    metavar="NAME",
+    metavar="NAME|DIR",
     shell_complete=_complete_names("model.transformer"),
-    help="Published model; list names with `hpcdist plan models`.",
+    help="Published model (see `hpcdist plan models`), or a Hugging Face directory or its config.json.",
 )
 _SET: Final = section_option(
     CLUSTER_SECTION,

@@ -10,19 +10,18 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hpcdist.errors import ConfigurationError, DataError, HpcdistError, StorageError, UsageError
-from hpcdist.models.config import TRANSFORMERS
+from hpcdist.models.config import TRANSFORMERS, ModelConfig
 from hpcdist.planner import checks
 from hpcdist.planner import plan as planner
 from hpcdist.planner.checks import unsupported
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.kernels import KERNELS, RENAMED, modern_program
-from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, ParallelLayout, divisors
+from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
 from hpcdist.planner.report import table
 from hpcdist.planner.report.quantities import estimate_json
@@ -124,43 +123,6 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
     )
     flags = (*answer.flags, *table.layout_caveats(answer), *notes, *subject.notes, *table.assumption_line(cluster))
     return replace(answer, flags=table.ordered(flags, [layout]))
-
-
-def smallest_change(subject: PlanSubject, cluster: Cluster) -> dict[str, Any]:
-    """Return the layout options with which ``subject`` fits into the device memory, or {} if up to three do not help.
-
-    Of the smallest sets of changed options, the result is the set with the shortest step.
-    """
-    layout = subject.layout
-    changes: list[dict[str, Any]] = [{"strategy": f"zero{stage}"} for stage in (1, 2, 3)]
-    changes += [{"recompute": name} for name in ("selective", "full") if layout.recompute == "none" or name == "full"]
-    changes += [{"microbatch": size} for size in divisors(layout.microbatch)[:-1]]
-    changes += [{"sequence_parallel": True}] if layout.tensor > 1 else []
-    changes += [
-        {axis: 2 * getattr(layout, axis), "data": layout.data // 2}
-        for axis in ("tensor", "pipeline", "context")
-        if layout.data % 2 == 0
-    ]
-    for count in (1, 2, 3):
-        fitting = []
-        for chosen in combinations(changes, count):
-            fields = {name: value for change in chosen for name, value in change.items()}
-            if len(fields) < sum(map(len, chosen)):
-                continue
-            candidate = replace(layout, **fields)
-            if subject.programs:
-                is_split = candidate.pipeline * candidate.tensor * candidate.context * candidate.expert > 1
-                candidate = replace(candidate, implementation=subject.programs[is_split])
-            batch, description = subject.global_batch, subject.description
-            if next(checks.shape_problems(description, candidate, cluster, batch), None) is not None:
-                continue
-            estimate = planner.plan(description, candidate, cluster, batch, 1)
-            if estimate.memory.fits:
-                fitting.append((estimate.step_s, len(fitting), fields))
-        if fitting:
-            fields = min(fitting)[2]
-            return {{"context": "context_ranks"}.get(name, name): value for name, value in fields.items()}
-    return {}
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
@@ -413,10 +375,27 @@ def _by_name(options: Mapping[str, Any]) -> ModelDescription:
             f"--model {options['model']} and {others[0]} both describe a model; keep one (only --context can be added "
             "to --model)"
         )
-    shape = transformer.named(options["model"])
+    path = Path(options["model"])
+    if path.suffix == ".json" or path.is_dir():
+        directory = path if path.is_dir() else path.parent
+        shape, name = _in_directory(directory), directory.resolve().name
+    else:
+        shape, name = transformer.named(options["model"]), options["model"]
     if options.get("context") is not None:
         shape = replace(shape, context=options["context"])
-    return describe(shape, options["model"])
+    return describe(shape, name)
+
+
+def _in_directory(directory: Path) -> TransformerShape:
+    """Return the sizes of the model of Hugging Face in ``directory``. The context is the longest of the model."""
+    from hpcdist.checkpoint.convert import families
+    from hpcdist.planner.model import transformer
+
+    config = families.read_config(directory)
+    model = ModelConfig(**{"kind": "gpt", **families.model_keys(config)})
+    shape = transformer.of_config(model, context=families.context_of(config)).shape
+    assert shape is not None, "a gpt is a transformer"
+    return shape
 
 
 def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:

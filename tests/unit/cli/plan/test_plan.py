@@ -719,3 +719,41 @@ def test_zero3_time_is_corrected_by_its_median_error(run, plan_json):
     assert least <= best["step_s"] <= most
     assert plan_json(*old, "--zero", "1")["step_range_s"] is None
     assert plan_json(*old, "--zero", "3", "--data", "1", "--tensor", "8", "--pipeline", "8")["step_range_s"] is None
+
+
+def test_earlier_name_of_a_program_works_and_names_the_new_one(plan_json):
+    plan = plan_json(*SEVEN, "--zero", "1", "--recompute", "full", "--implementation", "megatron")
+    assert plan["layout"]["implementation"] == "megatron-2022"
+    assert any("earlier name of megatron-2022" in flag for flag in plan["flags"])
+
+
+@cases(
+    "words, change",
+    (("--zero", "1"), "--context-ranks 2"),
+    (("--zero", "3", "--microbatch", "4"), "--microbatch 1"),
+    (("--zero", "0", "--microbatch", "2"), "--strategy zero2"),
+)
+def test_plan_that_does_not_fit_ends_with_a_command_that_fits(run, plan_json, words, change):
+    model = ("--model", "llama-3-8b", "--context", "8192", "--cluster", "h100-hgx", "--devices", "8", "--batch", "64")
+    code, out, _ = run(*model, *words)
+    last = out.splitlines()[-1]
+    assert code == 1 and "DOES NOT FIT" in out and last.startswith("this fits: hpcdist plan ") and change in last
+    again = plan_json(*shlex.split(last)[4:])
+    assert again["memory"]["fits"]
+
+
+def test_hugging_face_directory_is_planned_as_its_model(plan_json, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    config |= {"num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256, "hidden_act": "silu"}
+    config |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--cluster", "h100-hgx", "--devices", "8", "--batch", "64", "--zero", "3")
+    published = plan_json("--model", "llama-3-8b", "--context", "8192", *words)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert plan_json("--model", path, *words)["step_s"] == published["step_s"]
+
+
+def test_search_names_the_rows_that_cannot_be_told_apart(run):
+    _, out, _ = run("search", *SEVEN, "--first", "3", "--no-simulate", "--tensor", "4")
+    assert "rows 1, 2, 3 cannot be told apart: the step of row 1 is within their ranges" in out
+    assert "cannot be told apart" not in run("search", *SEVEN, *OURS, "--first", "3", "--no-simulate")[1]

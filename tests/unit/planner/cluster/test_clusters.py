@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import tomllib
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -349,3 +350,16 @@ def test_fit_with_a_large_error_is_read():
     cluster = toml_file.read("a100-selene")
     output = toml_file.dump(dataclasses.replace(cluster, fits=(dataclasses.replace(cluster.fits[0], error=366.9),)))
     assert toml_file.of_tree(tomllib.loads(output), "here").fits[0].error == pytest.approx(366.9)
+
+
+def test_falling_curves_and_peaks_in_the_wrong_unit_are_rejected(tmp_path):
+    text = toml_file.dump(toml_file.read("h100-hgx"))
+    (tmp_path / "a.toml").write_text(text.replace("0.766", "0.466"))
+    with pytest.raises(ConfigurationError, match=r"falls from 0.744 to 0.466 at the size 8192; larger products"):
+        toml_file.read(str(tmp_path / "a.toml"))
+    (tmp_path / "b.toml").write_text(text.replace("989.4 TFLOP/s", "989.4 PFLOP/s"))
+    with pytest.raises(ConfigurationError, match=r"b.toml.*flops"):
+        toml_file.read(str(tmp_path / "b.toml"))
+    measured = replace(toml_file.read("h100-hgx"), calibrated="here, today")
+    (tmp_path / "c.toml").write_text(toml_file.dump(measured).replace("0.766", "0.466"))
+    assert toml_file.read(str(tmp_path / "c.toml")).calibrated
