@@ -14,7 +14,9 @@ DEPTHS: Final = (1, 2, 4, 8, 16, 32, 64)  # pipeline depths
 RECOMPUTE: Final = ("none", "selective", "full")
 # Published kernels and 16-bit gradients everywhere, for the communication volumes of the literature. hpcdist itself
 # sums float32 in its allreduces and sends 16 bits to ZeRO owners (`hpcdist.planner.time.gradient_payloads`).
-BASE: Final = ParallelLayout(implementation="megatron", precision="bfloat16", main_gradients="working", library="mpi")
+BASE: Final = ParallelLayout(
+    implementation="megatron-2022", precision="bfloat16", main_gradients="working", library="mpi"
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ For each architecture on 8 to 131,072 devices of a cluster, `hpcdist.planner` fi
 parameters, with strong and weak scaling. The architectures follow A. Singh, IJFMR 6(6), 2024, doi
 10.36948/ijfmr.2024.v06i06.34214. Gradients have 16 bits and overlap with the backward pass if possible.
 
-All architectures compute with the published implementation ("megatron": Megatron-LM's kernels and memory, with
+All architectures compute with the published implementation ("megatron-2022": Megatron-LM's kernels and memory, with
 attention scores). Their library is "nccl" (a ring or tree for each link of a node) or "mpi" (one ring or a hierarchy).
 This is not what hpcdist sends: its allreduces of 16-bit gradients sum float32.
 

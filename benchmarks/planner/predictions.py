@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from benchmarks.planner.tables import Row, Table, unit_of
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
+from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, parse
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory import model_states
@@ -41,6 +41,7 @@ class Compared:
     unit: float  # value of the last printed digit
     tflops: float = math.nan  # predicted per device, including recomputation; NaN if the quantity is not a step
     series: str = ""
+    program: str = ""  # training program and device, such as "fsdp2 on A100-SXM4-80GB"; "": not a step
     slack: float = 0.0  # possible effect of rounded published inputs on the prediction
 
     @property
@@ -73,7 +74,8 @@ def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]
     elif table.key == "zero_bubble_table5":
         yield from _bubbles(table)
     for row in table.rows:
-        predicted = Predicted(row, cluster or cluster_of(row.cluster))
+        on = cluster or cluster_of(row.cluster, row.network)
+        predicted, program = Predicted(row, on), f"{row.layout.implementation} on {on.device.name}"
         for quantity, printed in row.published.items():
             kind = "closed" if quantity in CLOSED else "memory" if quantity.startswith("memory") else row.kind
             yield Compared(
@@ -87,6 +89,7 @@ def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]
                 unit=unit_of(printed),
                 tflops=predicted.speed(quantity),
                 series=row.series,
+                program=program if kind == "throughput" else "",
                 slack=_slack(row, quantity),
             )
 
@@ -106,9 +109,16 @@ def _slack(row: Row, quantity: str) -> float:
 
 
 @cache
-def cluster_of(name: str) -> Cluster:
-    """Return the shipped cluster ``name`` marked as calibrated, so plans use the formulas without corrections."""
-    return replace(toml_file.read(name), calibrated="formulas alone")
+def cluster_of(name: str, network: str = "") -> Cluster:
+    """Return the shipped cluster ``name`` marked as calibrated, so plans use the formulas without corrections.
+
+    ``network``: bandwidth of a device between nodes, or "" for the cluster's.
+    """
+    cluster = toml_file.read(name)
+    if network:
+        *inner, last = cluster.levels
+        cluster = replace(cluster, levels=(*inner, replace(last, bytes_per_s=parse(network, "bandwidth"))))
+    return replace(cluster, calibrated="formulas alone")
 
 
 class Predicted:
@@ -131,10 +141,15 @@ class Predicted:
         """Predict TFLOP/s per device as the table counts operations, or NaN if ``quantity`` is not a step."""
         if quantity == "causal_tflops":
             return self.causal_tflops()
-        return self.tflops() if quantity in ("tflops", "step_s", "samples_per_device_s") else math.nan
+        steps = ("tflops", "step_s", "samples_per_device_s", "tokens_per_device_s")
+        return self.tflops() if quantity in steps else math.nan
 
     def step_s(self) -> float:
         return self._estimate().step_s
+
+    def tokens_per_device_s(self) -> float:
+        result = self._estimate()
+        return result.tokens / result.step_s / result.layout.devices
 
     def samples_per_device_s(self) -> float:
         result = self._estimate()

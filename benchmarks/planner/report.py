@@ -14,7 +14,7 @@ from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column
 from hpcdist.reporting.plotting import check_plot, save
 
-SCHEMA, VERSION = "hpcdist.benchmark.validate_planner", 2
+SCHEMA, VERSION = "hpcdist.benchmark.validate_planner", 3
 NEAR, FAR = 0.10, 0.20  # error limits of throughput for most rows, and for all rows
 MOST: Final = 0.80
 MARKS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -39,6 +39,7 @@ COLUMNS: Final = (
     Column("tflops", "f8", "1", "predicted 1e12 operations a second of a device, what is computed again included"),
     Column("slack", "f8", "1", "how far what was rounded before may move a closed form"),
     Column("series", "S16", "1", "of strong scaling that the row belongs to"),
+    Column("program", "S48", "1", "training program and device of a step"),
 )
 
 
@@ -90,6 +91,21 @@ def summary(comparisons: Sequence[Compared]) -> dict[str, dict[str, float]]:
             "worst": float(errors.max()),
         }
     return result
+
+
+def by_program(comparisons: Sequence[Compared]) -> Iterator[str]:
+    """Yield a table of the errors of steps by training program, device and role."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for one in comparisons:
+        if one.program and one.role != "extra":
+            groups.setdefault((one.program, one.role), []).append(one.error)
+    yield ""
+    yield f"{'program, device, role':<56}{'rows':>5}{'median':>8}{'<= 10 %':>9}{'<= 20 %':>9}{'worst':>8}{'signed':>9}"
+    for (program, role), errors in sorted(groups.items()):
+        signed, size = np.array(errors), np.abs(errors)
+        near, far = int((size <= NEAR).sum()), int((size <= FAR).sum())
+        numbers = f"{100 * np.median(size):7.1f}%{near:9}{far:9}{100 * size.max():7.1f}%{100 * signed.mean():+8.1f}%"
+        yield f"{program + ', ' + role:<56}{len(size):5}{numbers}"
 
 
 def missed(result: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:

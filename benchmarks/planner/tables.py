@@ -3,7 +3,8 @@
 A file has a [table] (title, source, confirmations, assumptions, cluster), a [common] model and layout, and a [[row]]
 for each line: role, different model or layout keys, and published numbers as printed. Roles: calibration (constants
 were chosen with the row), shared (a stage or block of the same run is a calibration row, so the row is counted
-separately), test, and extra (shown but not counted; the row has the reason).
+separately), test, and extra (shown but not counted; the row has the reason). ``predicted`` records a prediction
+that was committed before the published number.
 """
 
 import tomllib
@@ -36,6 +37,7 @@ class Row:
     base: ParallelLayout | None = None  # reference layout of a speedup
     series: str = ""  # name of a strong-scaling series
     note: str = ""
+    network: str = ""  # bandwidth of a device between nodes, if it differs from the cluster's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,4 +98,5 @@ def _row(key: str, header: Mapping[str, Any], common: Mapping[str, Any], row: Ma
         base=ParallelLayout(**{**layout, **row["base"]}) if "base" in row else None,
         series=row.get("series", ""),
         note=row.get("note", ""),
+        network=header.get("network", ""),
     )

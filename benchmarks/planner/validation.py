@@ -29,7 +29,7 @@ from benchmarks.planner.predictions import Compared, compared
 from benchmarks.planner.tables import tables
 from hpcdist.comm.start import Session
 
-SCHEMA, COMMITTED = report.SCHEMA, "planner/2026-11-27-validate-planner.h5"
+SCHEMA, COMMITTED = report.SCHEMA, "planner/2026-12-01-validate-planner.h5"
 WORSE = 1.01
 
 
@@ -63,6 +63,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Comparisons | None:
 
 def lines(results: Any) -> list[str]:
     sections: list[Iterable[str]] = [report.lines(results.rows, tables())]
+    sections += [report.by_program(results.rows)]
     sections += [report.said(report.summary(results.rows))] if results.complete else []
     return [line for section in (*sections, report.scaling(results.rows)) for line in section]
 

@@ -51,6 +51,7 @@ GROUPS: Final = {
     },
     "Plan and compare": {
         "planner": "Memory, time and energy of a training before it is started.",
+        "programs": "Training programs that the planner knows, and the accuracy of their plans.",
         "studies": "Sweeps and benchmarks, and how to compare them.",
         "testing": "Tested features, with the hardware and the command of each test.",
     },

@@ -20,6 +20,7 @@ from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
 COMMANDS: Final = {
     "help": ("hpcdist.cli.help:command", "Show a page of the documentation, or a key of a recipe."),
     "plan": ("hpcdist.cli.plan.group:command", "Predict time, memory and cost of a training before it is started."),
+    "diagnose": ("hpcdist.cli.plan.diagnose:command", "Rank the causes why a training is slower than its plan."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
     "submit": ("hpcdist.cli.submit.command:command", "Submit the training of a recipe as a batch job."),
     "jobs": ("hpcdist.cli.jobs:command", "Show, cancel and account for batch jobs, and read their logs."),

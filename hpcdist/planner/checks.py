@@ -163,6 +163,8 @@ def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, s
     split = f"pipeline {layout.pipeline}{suffix}"
     if layout.kernels.splits_evenly and description.shape is not None:
         layers = description.shape.layers
+        if layers % parts and layout.kernels.counts_ends:
+            layers += 2
         if layers < parts:
             yield LayoutProblem("layers", f"{split}: {layers} layers are {parts - layers} too few")
         elif layers % parts:

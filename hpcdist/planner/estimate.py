@@ -43,8 +43,9 @@ class TimeEstimate:
 
     # Computation: "forward", "backward", "recompute", "update" (optimizer). Communication that is not hidden: "tensor",
     # "context", "expert", "pipeline" (messages on these axes), "data" (gradients and parameters), "rows" (gradients of
-    # norm weights, with sequence parallelism). Waiting: "bubble" (pipeline idle time), "input" (reading samples). To
-    # match publications: "correction" (for ZeRO-3), "unproven" (limits the MFU to the best published MFU).
+    # norm weights, with sequence parallelism). Waiting: "stragglers" (slower nodes), "bubble" (pipeline idle
+    # time), "input" (reading samples). To match publications: "correction" (for ZeRO-3), "unproven" (limits the MFU to
+    # the best published MFU).
     terms: Mapping[str, float]
     hidden_s: float  # messages that overlap computation
     bubble: float

@@ -52,16 +52,16 @@ class ParallelLayout:
     recompute: str = "none"  # "none", "selective" (attention only, arXiv:2205.05198) or "full" (whole blocks)
     sequence_parallel: bool = False
     precision: str = "bfloat16"
-    main_gradients: str = "float32"  # for megatron: "float32", or "working" for the working precision
+    main_gradients: str = "float32"  # for Megatron: "float32", or "working" for the working precision
     activations: str = "working"  # "working" precision, or "float32" as in hpcdist on CPUs
     optimizer_slots: int = 2  # state values per parameter
     compression: str = "none"
     algorithm: str = "auto"  # of collectives on the data axis
-    implementation: str = "hpcdist"  # "hpcdist" or "megatron" (arXiv:2205.05198)
+    implementation: str = "hpcdist"  # training program, one of `IMPLEMENTATIONS`
     library: str = ""  # "mpi", "nccl", or "" for the program's usual library
     overlap: float = 1.0  # fraction of data-axis messages that may overlap computation
     tensor_overlap: float = 0.0  # fraction of backward tensor-axis messages that may overlap computation
-    gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
+    gradient_fusion: bool = True  # for Megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
         """Return a copy of the layout with the keyword arguments as new values of fields."""

@@ -35,6 +35,7 @@ from hpcdist.planner.estimate import (
     StepEnergy,
     TimeEstimate,
 )
+from hpcdist.planner.kernels import ENOUGH
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import is_mostly_scores
 from hpcdist.planner.memory.device import memory
@@ -86,12 +87,15 @@ def plan(
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     least = least_s(flops, layout, cluster)
     step_range_s = None
+    fit = layout.kernels.fit(cluster.device.name)
     if is_known_too_fast(layout, cluster):
         fastest, median, slowest = ZERO3_RATIOS
         step_range_s = max(least, fastest * times.modelled_s), max(least, slowest * times.modelled_s)
         times = replace(times, terms={**times.terms, CORRECTION: (median - 1) * times.modelled_s})
     if times.step_s < least:
         times = replace(times, terms={**times.terms, UNPROVEN: least - times.step_s}, least_s=least)
+    if step_range_s is None and has_range(layout, cluster):
+        step_range_s = fit.fastest * times.step_s, fit.slowest * times.step_s
     joules = energy(times, layout, cluster, peak_share(flops, times, peak_flops))
     mfu = flops.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
     return PlanEstimate(
@@ -123,7 +127,7 @@ def least_s(flops: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> fl
 
     ``flops``: FLOPs of the step.
     """
-    if not cluster.most_mfu:
+    if not cluster.most_mfu or has_range(layout, cluster):
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     return flops.model_flops / (cluster.most_mfu * peak_flops)
@@ -177,7 +181,7 @@ def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[s
         return ()
     kept = "keeps" if layout.recompute == "none" else "makes"
     what = f"the attention of {layout.implementation} {kept} the scores of all pairs of tokens (no FlashAttention)"
-    return (f"{what}; use --implementation hpcdist for tiled attention",)
+    return (f"{what}; use --implementation megatron-core for fused attention",)
 
 
 def _unproven(
@@ -185,12 +189,23 @@ def _unproven(
 ) -> Iterator[str]:
     if cluster.calibrated:
         return
+    fit = layout.kernels.fit(cluster.device.name)
     if not layout.kernels.is_published:
         yield (
-            "estimates were compared only with published trainings of the implementation 'megatron', not with hpcdist "
-            f"on {cluster.device.name}"
+            f"hpcdist was never measured on this device ({cluster.device.name}): only plans of other implementations "
+            "were compared with published trainings"
         )
-    if mfu > CHECKED_MFU and not cluster.most_mfu:
+    elif has_range(layout, cluster):
+        yield (
+            f"{layout.implementation} on {cluster.device.name} was fitted to {fit.rows} published steps, which took "
+            f"{fit.fastest:g} to {fit.slowest:g} times as long as planned"
+        )
+    else:
+        yield (
+            f"uncalibrated: {layout.implementation} on {cluster.device.name} rests on {fit.rows} published steps, "
+            f"fewer than {ENOUGH}; the step has no range"
+        )
+    if mfu > CHECKED_MFU and not cluster.most_mfu and not has_range(layout, cluster):
         yield f"an MFU of {mfu:.0%} is more than {CHECKED_MFU:.0%}, the best training that estimates were compared with"
     if UNPROVEN in times.terms:
         yield (
@@ -207,7 +222,13 @@ def _unproven(
 
 def is_known_too_fast(layout: ParallelLayout, cluster: Cluster) -> bool:
     """Return True if the formulas underestimate the step time, as for ZeRO-3 on an uncalibrated cluster."""
-    return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
+    is_old = layout.kernels.gathers_by_tensor or not layout.kernels.is_published
+    return is_old and layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
+
+
+def has_range(layout: ParallelLayout, cluster: Cluster) -> bool:
+    """Return True if the program of ``layout`` was fitted to at least `ENOUGH` published steps on such devices."""
+    return not cluster.calibrated and layout.kernels.fit(cluster.device.name).rows >= ENOUGH
 
 
 def run(

@@ -18,6 +18,7 @@ from hpcdist.cli.plan.options import (
     cluster_option,
     clusters_option,
     layout_options,
+    option_words,
     plot_option,
     section_option,
     subject_options,
@@ -159,6 +160,7 @@ def command(
     """
     from hpcdist.planner.report import text
     from hpcdist.training.use_cases.plan import plan_of_subject, read_cluster, subject_from_options
+    from hpcdist.training.use_cases.plan_advice import smallest_change
 
     check_plot(plot)
     if recipe is not None and not recipe.exists() and (near := nearest(str(recipe), COMMANDS)):
@@ -177,6 +179,15 @@ def command(
     else:
         click.echo((text.text if explain else text.summary)(answer, subject.description, on))
     if not answer.memory.fits:
+        changed = smallest_change(subject, on)
+        if changed and not as_json:
+            values = {**options, **changed, "cluster": cluster, "overrides": overrides}
+            if "strategy" in changed:
+                values["zero"] = None
+            used = [option for option in command.params if isinstance(option, click.Option)]
+            words = [word for option in used for word in option_words(option, values)]
+            line = shlex.join(["hpcdist", "plan", *([] if recipe is None else [str(recipe)]), *words])
+            click.echo(f"this fits: {line}")
         click.get_current_context().exit(FAILURE)
 
 

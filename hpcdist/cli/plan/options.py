@@ -5,7 +5,7 @@ All options default to None, so that a command sees which options were given.
 
 import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hpcdist.cli.common import COUNT, FILE, Decorator, Parsed, stacked
+from hpcdist.planner.kernels import RENAMED
 from hpcdist.planner.layout import IMPLEMENTATIONS, LAYOUT_FIELDS, LIBRARIES, OPTION_KEYS, RECOMPUTE, SEARCH_SETTINGS
 from hpcdist.reporting.units import parse_size
 
@@ -171,8 +172,9 @@ _LAYOUT: Final = (
     _key_option("algorithm"),
     PlanOption(
         "--implementation",
-        IMPLEMENTATIONS,
-        "Software whose kernels and memory use are modelled.  [default: hpcdist; megatron on a GPU not calibrated]",
+        (*IMPLEMENTATIONS, *RENAMED),
+        "Software whose kernels and memory use are modelled.  [default: hpcdist; on a GPU that is not calibrated fsdp2 "
+        "for data parallelism, else megatron-core]",
     ),
     PlanOption(
         "--library",
@@ -182,7 +184,7 @@ _LAYOUT: Final = (
     PlanOption(
         "--gradient-fusion/--no-gradient-fusion",
         None,
-        "With megatron: matrix products accumulate into the gradients.  [default: gradient-fusion]",
+        "With Megatron: matrix products accumulate into the gradients.  [default: gradient-fusion]",
     ),
     PlanOption("--tensor-overlap", SHARE, "Share of tensor-parallel traffic overlapped with backward.  [default: 0]"),
     PlanOption(
@@ -227,9 +229,9 @@ search_layout_options = stacked(
 _MODEL: Final = section_option(
     MODEL_SECTION,
     "--model",
-    metavar="NAME",
+    metavar="NAME|DIR",
     shell_complete=_complete_names("model.transformer"),
-    help="Published model; list names with `hpcdist plan models`.",
+    help="Published model (see `hpcdist plan models`), or a Hugging Face directory or its config.json.",
 )
 _SET: Final = section_option(
     CLUSTER_SECTION,
@@ -252,3 +254,16 @@ def _subject_options(run: Iterable[PlanOption]) -> Decorator:
 
 subject_options = _subject_options(_RUN)
 search_subject_options = _subject_options((_RUN[0].with_default("all of the cluster"), *_RUN[1:]))
+
+
+def option_words(option: click.Option, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of the command line that set ``option`` to its value in ``values``."""
+    value = values.get(str(option.name))
+    if value is None or value == ():
+        return
+    if isinstance(value, bool):
+        yield from (option.opts if value else option.secondary_opts)[:1]
+        return
+    for item in value if isinstance(value, tuple) else (value,):
+        yield option.opts[0]
+        yield str(item)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +16,7 @@ from hpcdist.cli.plan.options import (
     SEARCH_AXES,
     SectionedCommand,
     cluster_option,
+    option_words,
     plot_option,
     search_layout_options,
     search_subject_options,
@@ -144,6 +145,7 @@ def _search_request(
     values |= {SEARCH_AXES[name]: (value,) for name, value in given.fields.items() if name in SEARCH_AXES}
     if "parallel.recompute" in given.keys and "recompute" not in values:
         values["recompute"] = ("full" if given.keys["parallel.recompute"] else "none",)
+    values["programs"] = subject.programs
     values["compressions"] = (subject.layout.compression,)
     if options["memory"] is not None:
         values["memory_bytes"] = _memory_bytes(options["memory"], cluster)
@@ -204,7 +206,7 @@ def _replan_command(
         "simulate": None if is_simulated or layout.pipeline == 1 else False,
     }
     words = [
-        word for option in command.params if isinstance(option, click.Option) for word in _option_words(option, values)
+        word for option in command.params if isinstance(option, click.Option) for word in option_words(option, values)
     ]
     return shlex.join(["hpcdist", "plan", *([] if path is None else [str(path)]), *words])
 
@@ -219,16 +221,6 @@ def _layout_options(options: Mapping[str, Any], base: "ParallelLayout", layout: 
         is_given = options[name] is not None or (name == "strategy" and options["zero"] is not None)
         if is_given or value != getattr(base, LAYOUT_FIELDS[name]):
             values[name] = value
+    if "implementation" in values and layout.library:
+        values["library"] = layout.library
     return values
-
-
-def _option_words(option: click.Option, values: Mapping[str, Any]) -> Iterator[str]:
-    value = values.get(str(option.name))
-    if value is None or value == ():
-        return
-    if isinstance(value, bool):
-        yield from (option.opts if value else option.secondary_opts)[:1]
-        return
-    for item in value if isinstance(value, tuple) else (value,):
-        yield option.opts[0]
-        yield str(item)

@@ -145,7 +145,8 @@ class QuantityField(NamedTuple):
 
 
 ACCELERATOR_FLOPS: Final = 10e12
-ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MOST_FLOPS: Final = 50e15  # a higher peak is TFLOP/s written as PFLOP/s
+ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 
@@ -164,7 +165,9 @@ class Device:
     """Device that one rank uses: a GPU, a die of a GPU, or a CPU core."""
 
     name: str
-    peak_flops: Annotated[Mapping[str, float], QuantityField("flops", "flops", 100e6, 1e18)]  # FLOP/s by data type
+    peak_flops: Annotated[
+        Mapping[str, float], QuantityField("flops", "flops", 100e6, MOST_FLOPS)
+    ]  # FLOP/s by data type
     matmul: Mapping[str, EfficiencyCurve]  # efficiency of matrix products by data type
     memory_bytes: Annotated[float, QuantityField("memory", "bytes", 64e6, 64e12)]
     memory_bytes_per_s: Annotated[float, QuantityField("memory_bandwidth", "bandwidth", 100e6, 1e15)]
@@ -290,6 +293,8 @@ class Cluster:
 def validate(cluster: Cluster) -> None:
     """Raise ConfigurationError if values of ``cluster`` contradict each other or are not plausible."""
     _check_device(cluster.device)
+    if not cluster.calibrated:
+        _check_curves(cluster.device)
     _check_levels(cluster.levels, cluster.devices)
     _check_boxes(cluster)
     storage = cluster.storage
@@ -343,6 +348,14 @@ def _check_device(device: Device) -> None:
         raise ConfigurationError(
             f"device.idle of {device.idle_w:g} W is more than device.peak of {device.peak_w:g} W; lower device.idle"
         )
+
+
+def _check_curves(device: Device) -> None:
+    for kind, curve in device.matmul.items():
+        for size, before, share in zip(curve.sizes[1:], curve.shares, curve.shares[1:], strict=False):
+            if share < before:
+                text = f"device.matmul.{kind} falls from {before:g} to {share:g} at the size {size:g}"
+                raise ConfigurationError(f"{text}; larger products must be at least as efficient: correct `shares`")
 
 
 def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:

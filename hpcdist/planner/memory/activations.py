@@ -66,7 +66,17 @@ def unit_activations(description: ModelDescription, layout: ParallelLayout) -> t
     size, by_tokens = itemsize(layout), layout.sequence_parallel
     if not layout.kernels.measures_arrays and description.shape is not None:
         shape = description.shape
-        return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
+        kernels = layout.kernels
+        keeps_operations = layout.recompute == "selective" and kernels.again_share > 0
+        return _published(
+            shape,
+            layout.tensor,
+            layout.context,
+            size,
+            "operations" if keeps_operations else layout.recompute,
+            by_tokens,
+            kernels.tiles_attention,
+        )
     return _ours(description, layout.tensor, layout.context, size, by_tokens, layout.expert)
 
 
@@ -107,15 +117,22 @@ def _share(unit: ModelUnit, tensor: int, context: int, size: int, samples: int) 
 
 @lru_cache(maxsize=4096)
 def _published(
-    shape: TransformerShape, tensor: int, context: int, size: int, recompute: str, by_tokens: bool
+    shape: TransformerShape, tensor: int, context: int, size: int, recompute: str, by_tokens: bool, is_tiled: bool
 ) -> tuple[UnitActivations, ...]:
     around = tensor if by_tokens else 1  # tensor ranks that shard activations between products
     tokens, wide = shape.context / context, shape.hidden / around
     border = size * tokens * wide
     mask = MASK * tokens * wide if shape.dropout else 0.0
     block = _published_block(shape, tokens, size)
+    if is_tiled:
+        block = block._replace(scores=0.0)
     whole = block.between / around + (block.cut + block.scores) / tensor
-    saved = {"none": whole, "selective": whole - block.scores / tensor, "full": border}[recompute]
+    saved = {
+        "none": whole,
+        "selective": whole - block.scores / tensor,
+        "operations": border + block.cut / tensor / 2,  # attention and every second product
+        "full": border,
+    }[recompute]
     held = block.held_between / around + block.held_cut / tensor
     logits = LOGITS * tokens * shape.vocabulary / tensor
     return (

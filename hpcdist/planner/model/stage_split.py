@@ -304,7 +304,7 @@ def _repeated(
         elif recompute == "full":
             repeated_shares = _between(shares, is_first=number == 0, is_last=number == last)
         else:
-            is_kept = recompute == "none" or layout.kernels.tiles_attention
+            is_kept = recompute == "none" or (layout.kernels.tiles_attention and not layout.kernels.again_share)
             repeated_shares = () if is_kept else tuple(share for share in shares if share.unit.attention is not None)
         repeated.append(StageChunk(rank, repeated_shares))
     return tuple(repeated)

@@ -35,7 +35,7 @@ _ORDER: Final = (
     ("does not fit into the memory",),
     ("extrapolated",),
     ("in this version",),
-    ("estimates were compared", "MFU is limited", "ZeRO-3: published"),
+    ("was never measured on", "uncalibrated:", "was fitted to", "MFU is limited", "ZeRO-3: published"),
     ("an allocator that leaves cracks", "messages that hide"),
     (),
     ("neither --steps nor --tokens", "is assumed, because no recipe"),
@@ -171,7 +171,8 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
     is_by_time = result.objective == "time"
     plans = [ranked.estimate for ranked in result.found]
-    kernels = f"; kernels and memory of {plans[0].layout.implementation}" if plans else ""
+    programs = " and ".join(dict.fromkeys(plan.layout.implementation for plan in plans))
+    kernels = f"; kernels and memory of {programs}" if plans else ""
     lines = [*capped_rows(plans), f"least {result.objective} among {space}{kernels}"]
     lines += [f"no layout fits: {reason}" for reason in result.nothing]
     if result.found:
@@ -184,6 +185,7 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
             "",
             *((f"command to plan row 1: {replan_command}", "") if replan_command else ()),
         ]
+        lines += _alike(plans)
         lines.append("why each row is better than the next row, and what limits it")
         for number, ranked in enumerate(result.found, 1):
             reasons = [line for reason in (*ranked.why, *ranked.limits) for line in wrapped(reason, "    ")]
@@ -199,6 +201,15 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), replan_comma
     flags = by_row(flags_by_row, (*result.flags, *notes), [plan.layout for plan in plans])
     flag_lines = [line for flag in flags for line in wrapped(f"note: {flag}")]
     return "\n".join([*lines, *(["", *flag_lines] if flag_lines else [])])
+
+
+def _alike(plans: Sequence[PlanEstimate]) -> list[str]:
+    # Rows whose range contains the planned step of row 1.
+    first = plans[0].step_s
+    rows = [str(row) for row, plan in enumerate(plans, 1) if plan.step_range_s and plan.step_range_s[0] <= first]
+    if len(rows) < 2:
+        return []
+    return [f"rows {', '.join(rows)} cannot be told apart: the step of row 1 is within their ranges", ""]
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:

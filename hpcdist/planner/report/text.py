@@ -46,6 +46,7 @@ _FASTER: Final = {  # term of a step -> advice to reduce it
     "bubble": "more micro-batches, a smaller --pipeline, or a --schedule with a smaller bubble",
     "data": "a larger --batch, --compression, or exchanges that overlap with computation",
     "rows": "tensor groups inside a node, or no --sequence-parallel",
+    "stragglers": "fewer nodes, or the replacement of slow nodes",
     "update": "ZeRO (--zero), which shards the update over the data ranks",
     "input": "faster storage, or prefetching of samples",
     "unproven": "a measurement of the devices (hpcdist plan calibrate)",

@@ -143,7 +143,8 @@ class BranchAndBound:
     _best_of: dict[Any, tuple[Rank, PlanEstimate]] = field(default_factory=dict)
     _heap: list[SearchNode] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _least_s: dict[int, float] = field(default_factory=dict)  # `plan.least_s` by number of devices
+    # `plan.least_s` by number of devices and program
+    _least_s: dict[tuple[int, str], float] = field(default_factory=dict)
     _last: Rank = (math.inf, 0.0, 0, 0)  # rank of the worst kept layout, once ``keep`` are kept
 
     def __post_init__(self) -> None:
@@ -218,10 +219,11 @@ class BranchAndBound:
         if self.spec.objective != "time" or not self.cluster.most_mfu:
             return floor, floor
         workers = layout.devices - layout.servers
-        if workers not in self._least_s:
+        key = workers, layout.implementation
+        if key not in self._least_s:
             flops = step_flops(self.description, layout, self.global_batch)
-            self._least_s[workers] = least_s(flops, layout, self.cluster)
-        return max(floor, self._least_s[workers]), floor
+            self._least_s[key] = least_s(flops, layout, self.cluster)
+        return max(floor, self._least_s[key]), floor
 
     def _wait(self, node: SearchNode) -> None:
         if node.bound < self._last[:2]:

@@ -66,6 +66,8 @@ class SearchSpec:
     experts: tuple[int, ...] = (1,)
     microbatches: tuple[int, ...] = ()
     sequence_parallel: tuple[bool, ...] = (False, True)
+    # Training programs of data-parallel layouts and of all other layouts, or () for the program of ``base``.
+    programs: tuple[str, ...] = ()
     runnable: bool = False  # only layouts that hpcdist can run
     first: int = 10  # number of results
     simulate: bool = True  # time the best layouts by the schedule simulator
@@ -114,7 +116,9 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
                 room = devices // (tensor * context * pipeline)
                 for data in divisors(room) if spec.fewer else (room,):
                     for expert in spec.experts:
+                        is_split = tensor * context * pipeline * expert > 1
                         yield spec.base.but(
+                            implementation=spec.programs[is_split] if spec.programs else spec.base.implementation,
                             data=data,
                             pipeline=pipeline,
                             tensor=tensor,
@@ -131,7 +135,9 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
     """Yield copies of ``grid`` with every combination of recomputation and sequence parallelism in ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
-    if grid.kernels.tiles_attention and "none" in choices:  # scores are always recomputed
+    if (
+        grid.kernels.tiles_attention and not grid.kernels.again_share and "none" in choices
+    ):  # scores are always recomputed
         choices = tuple(choice for choice in choices if choice != "selective")
     for recompute in choices:
         for sequence_parallel in both:
@@ -157,7 +163,8 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
-    for name in spec.schedules:
+    usual = grid.kernels.schedules if spec.schedules == PIPELINES else ()
+    for name in usual or spec.schedules:
         row = SCHEDULES[name]
         if row.most is not None:
             pairs.append((name, row.most))
@@ -197,6 +204,8 @@ def _chunks(description: ModelDescription, grid: ParallelLayout, spec: SearchSpe
     if spec.chunks:
         return spec.chunks
     layers = description.shape.layers if description.shape else description.stages
+    if layers % grid.pipeline and grid.kernels.counts_ends:
+        layers += 2
     even = divisors(layers // grid.pipeline) if layers % grid.pipeline == 0 else ()
     uneven = (2,) if not grid.kernels.splits_evenly and 2 * grid.pipeline <= description.stages else ()
     return tuple(sorted({*even, *uneven} - {1}))

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
+from hpcdist.constants import HALVES
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurve
 from hpcdist.planner.layout import ParallelLayout
@@ -99,7 +100,10 @@ class _Unit:
         device = cluster.device
         self.unit, self.layout, self.device = unit, layout, device
         kind = layout.computes_in
-        if kind not in device.peak_flops or kind not in device.matmul:
+        is_narrow = layout.kernels.products and unit.attention is not None and kind in HALVES
+        product_kind = layout.kernels.products if is_narrow else kind
+        if kind not in device.peak_flops or product_kind not in device.matmul:
+            kind = product_kind
             available = sorted(set(device.peak_flops) & set(device.matmul))
             raise ConfigurationError(
                 f"the precision {kind} needs a peak FLOP rate and an efficiency curve of the device {device.name}, "
@@ -107,7 +111,9 @@ class _Unit:
                 f"{', '.join(available) or '(none)'}; change the precision, or add device.flops.{kind} and "
                 f"[device.matmul.{kind}] to the cluster file"
             )
-        self.peak, self.curve = device.peak_flops[kind], device.matmul[kind]
+        self.peak = device.peak_flops[kind]
+        self.product_peak, self.curve = device.peak_flops[product_kind], device.matmul[product_kind]
+        self.fit = layout.kernels.fit(device.name)
         self.item = ITEM_BYTES[kind]
         self.moves = device.memory_bytes_per_s * device.memory_share
         self.flags: set[str] = set()
@@ -126,9 +132,11 @@ class _Unit:
             into, weight = 0.0, linear + back + moved_back + kernels
         repeated = 0.0
         if layout.recompute == "full":
-            repeated = whole
+            repeated = whole - (products[-1] if layout.kernels.stops_early and unit.attention else 0.0)
         elif layout.recompute == "selective" and not layout.kernels.tiles_attention:
             repeated = forward  # tiled attention recomputes its scores in any case
+        elif layout.recompute == "selective" and layout.kernels.again_share:
+            repeated = layout.kernels.again_share * linear + moved + kernels
         cover = (2 if layout.sequence_parallel else 1) * begin
         flags = tuple(sorted(self.flags))
         return UnitSeconds(whole, into, weight, repeated, flags, self._add(), cover, (forward, back))
@@ -161,7 +169,7 @@ class _Unit:
         share, beyond = peak_share_of(self.curve, size)
         if beyond:
             self.flags.add(f"{self.layout.computes_in} products {beyond}: extrapolated")
-        return self.peak * share
+        return self.product_peak * min(1.0, share * self.fit.matmul)
 
     def _attention(self, attention: AttentionShape) -> tuple[float, float]:
         layout = self.layout
@@ -171,7 +179,7 @@ class _Unit:
         ends = (
             2 * wide * (heads + attention.kv_heads / layout.tensor) * self.item / self.moves
         )  # q, k, v and the output
-        peak = self.peak * self.device.attention_share
+        peak = self.peak * (self.fit.attention or self.device.attention_share)
         if layout.kernels.tiles_attention:
             forward = 4 * samples * heads * attention.size * self._pairs(attention) / peak
             return max(forward, ends), max(TILED_BACK * forward, 2 * ends)
@@ -197,8 +205,10 @@ class _Unit:
     def _moved(self) -> tuple[float, float]:
         unit, layout = self.unit, self.layout
         samples = layout.microbatch / layout.context
-        rest = samples * (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
-        loss_bytes = layout.kernels.loss_bytes
+        products = unit.products
+        is_gated = len(products) > 1 and products[-2].columns == 2 * products[-1].inner
+        traffic, loss_bytes = layout.kernels.traffic[is_gated], layout.kernels.loss_bytes
+        rest = traffic * samples * (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
         if loss_bytes and unit.products and unit.products[-1].cut == "columns":  # logits
             logits = samples * unit.products[-1].rows * unit.products[-1].columns / layout.tensor
             there, back = (
@@ -206,7 +216,7 @@ class _Unit:
                 MOVED_BACK * rest * self.item + loss_bytes[1] * logits,
             )
             return there / self.moves, back / self.moves
-        forward = (rest + samples * unit.moved_cut / layout.tensor) * self.item / self.moves
+        forward = (rest + traffic * samples * unit.moved_cut / layout.tensor) * self.item / self.moves
         return forward, MOVED_BACK * forward
 
     def _add(self) -> float:

@@ -208,18 +208,20 @@ class _Job(NamedTuple):
         scatter = self._gradients(operation, parameters, axis, self.units)
         gather = self._in_messages("all_gather", parameters * STORED_ITEM_BYTES[layout.precision], axis, self.units)
         if stage < 3:
-            return self._result(
-                self._hide(scatter.seconds * often, often), gather.seconds, repeated_cost(scatter, often), gather
-            )
+            seconds, hidden = self._hide(scatter.seconds * often, often, scatter.nbytes * often)
+            if layout.kernels.hides_gathers:
+                hidden += min(self._hideable(gather.seconds, gather.nbytes), self.forward_s)
+            return self._result((seconds + gather.seconds, hidden), 0.0, repeated_cost(scatter, often), gather)
         recomputes = recomputes_ahead(layout)
         # Forward, recomputation and backward each gather all units. The last unit is kept if its backward follows its
         # forward; the first unit if the next micro-batch's forward follows its backward.
         first, last = (end / parameters for end in self.ends) if axis == "replicas" else (0.0, 0.0)
         uses = (3 if recomputes else 2) * m - m * last - (m - 1) * first
         # One gather overlaps each forward; the other gathers, and the gradients, overlap backward.
-        forward = min(self._hideable(gather.seconds * m), m * self.forward_s)
+        forward = min(self._hideable(gather.seconds * m, gather.nbytes * m), m * self.forward_s)
         backward_s = scatter.seconds * m + gather.seconds * (uses - m)
-        backward = min(self._hideable(backward_s), m * self.backward_s)
+        backward_bytes = scatter.nbytes * m + gather.nbytes * (uses - m)
+        backward = min(self._hideable(backward_s, backward_bytes), m * self.backward_s)
         return self._result(
             (backward_s + gather.seconds * m, forward + backward),
             0.0,
@@ -306,11 +308,14 @@ class _Job(NamedTuple):
         cost = collective(operation, nbytes / messages, reach, self.cluster, layout.algorithm)
         return repeated_cost(cost, messages)
 
-    def _hideable(self, seconds: float) -> float:
-        return self.layout.overlap * seconds * (self.units - 1) / self.units  # all but the last unit's messages
+    def _hideable(self, seconds: float, nbytes: float) -> float:
+        # Messages slow the computation that they overlap, as long as they would take on the fastest links.
+        slowed = 1 - self.layout.kernels.fit(self.cluster.device.name).overlap
+        slowed_s = slowed * min(seconds, nbytes / self.cluster.levels[0].bytes_per_s)
+        return self.layout.overlap * (seconds - slowed_s) * (self.units - 1) / self.units  # not the last unit's
 
-    def _hide(self, seconds: float, often: int) -> tuple[float, float]:
-        return seconds, min(self._hideable(seconds), often * self.backward_s)
+    def _hide(self, seconds: float, often: int, nbytes: float = 0.0) -> tuple[float, float]:
+        return seconds, min(self._hideable(seconds, nbytes), often * self.backward_s)
 
     def _result(self, whole: tuple[float, float], after_s: float, *costs: MessageCost) -> ExchangeCost:
         seconds, hidden = whole

@@ -148,6 +148,10 @@ def collective_wait(
         hidden_s += often * (cost.seconds - taken_s)
         wait = waits[_PLACES[when]]
         wait[axis] = wait.get(axis, 0.0) + often * taken_s
+    if layout.kernels.hidden_tensor and not layout.tensor_overlap:
+        for wait in waits:
+            hidden_s += layout.kernels.hidden_tensor * wait.get("tensor", 0.0)
+            wait["tensor"] = (1 - layout.kernels.hidden_tensor) * wait.get("tensor", 0.0)
     if behind_s and layout.tensor_overlap:
         waits[1]["tensor"] -= layout.tensor_overlap * min(behind_s, load.cover_s)
     return CollectiveWait(*waits, nbytes, algorithms, tuple(dict.fromkeys(flags)), hidden_s)

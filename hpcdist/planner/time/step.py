@@ -11,6 +11,9 @@ optimizer slots:
                 2 x 4 (1 + k), and write the parameter p
     Megatron    copy 16-bit gradients to float32 (read 2, write 4), unscale and check for infinities (8), clip (8),
                 and zero the gradients (g)
+
+A step ends with the slowest node. If step times of n nodes are independent and normal with standard deviation s T, the
+slowest takes s T sqrt(2 ln n) longer: the term "stragglers". s is `Kernels.jitter`.
 """
 
 import math
@@ -147,6 +150,9 @@ def timing(
         "rows": rows.seconds,
         "update": _update_s(description, fullest.load, layout, cluster),
     }
+    nodes = -(-layout.devices // cluster.node.devices)
+    if layout.kernels.jitter and nodes > 1:
+        terms["stragglers"] = layout.kernels.jitter * math.sqrt(2 * math.log(nodes)) * sum(terms.values())
     terms["input"] = max(0.0, _input_s(description, layout, cluster, global_batch) - sum(terms.values()))
     return TimeEstimate(
         terms=terms,

@@ -2,7 +2,7 @@
 
 The subject of a plan is a model, its layout, its batch and its steps. `subject_of_recipe` and `subject_from_options`
 make it. Layout options replace the recipe's values. For GPUs without measurements, the kernels of published trainings
-(Megatron) are planned, because estimates were validated only with these kernels.
+(FSDP2, Megatron-Core) are planned, because estimates were compared only with these trainings.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hpcdist.errors import ConfigurationError, DataError, HpcdistError, StorageError, UsageError
-from hpcdist.models.config import TRANSFORMERS
+from hpcdist.models.config import TRANSFORMERS, ModelConfig
 from hpcdist.planner import checks
 from hpcdist.planner import plan as planner
 from hpcdist.planner.checks import unsupported
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
-from hpcdist.planner.kernels import KERNELS, Megatron
+from hpcdist.planner.kernels import KERNELS, RENAMED, modern_program
 from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
 from hpcdist.planner.report import table
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 MOST_READ_BYTES: Final = 1 << 30  # largest data file read for the lengths of documents
 # Options of `hpcdist plan`: of a transformer in numbers (mlp_ratio is an alternative to feed_forward), and of the run.
-_ONLY_IN_RECIPES: Final = ("dropout", "head_size", "window_layers", "biased", "query_key_norm")
+_WITHOUT_OPTION: Final = ("dropout", "head_size", "biased", "query_key_norm", "window_layers")
 _SHAPE_FIELDS: Final = tuple(
-    item.name for item in dataclasses.fields(TransformerShape) if item.name not in _ONLY_IN_RECIPES
+    item.name for item in dataclasses.fields(TransformerShape) if item.name not in _WITHOUT_OPTION
 )
 SHAPE_OPTIONS: Final = (*_SHAPE_FIELDS, "mlp_ratio")
 RUN_OPTIONS: Final = ("model", "devices", "batch", "steps", "tokens")
@@ -78,6 +78,7 @@ class PlanSubject:
     steps: int
     notes: tuple[str, ...] = ()  # texts about settings that the plan ignores
     of_recipe: bool = False  # True if hpcdist will train it
+    programs: tuple[str, ...] = ()  # of a search: as `SearchSpec.programs`
 
 
 def plan(
@@ -156,6 +157,9 @@ def subject_from_options(
     """
     given = given_values(overrides, options)
     subject = subject_of_values(path, overrides, options, given, cluster)
+    if (earlier := options.get("implementation")) in RENAMED:
+        note = f"--implementation {earlier} is the earlier name of {RENAMED[earlier]}; use the new name"
+        subject = replace(subject, notes=(*subject.notes, note))
     for name in ("schedule", "chunks"):
         if subject.layout.pipeline == 1 and str(options.get(name)) not in ("None", "1", "sequential"):
             raise UsageError(
@@ -262,24 +266,29 @@ def _subject(
 def with_published_kernels(
     subject: PlanSubject, cluster: Cluster, given: GivenValues | None = None, *, always: bool = False
 ) -> PlanSubject:
-    """Return a copy of ``subject`` with Megatron's published kernels, or ``subject`` if ``cluster`` is calibrated.
+    """Return a copy of ``subject`` with the kernels of `modern_program`, or ``subject`` if ``cluster`` is calibrated.
 
     ``given``: values set by the user, or None. The kernels change only for transformers on GPUs, and only if the user
-    chose no kernels. A layout that Megatron does not support is changed only if ``always`` is True.
+    chose no kernels. A layout that the program does not support is changed only if ``always`` is True.
     """
     is_measured = cluster.calibrated or not cluster.device.is_accelerator
     is_chosen = given is not None and "implementation" in given.fields
     if is_measured or is_chosen or subject.description.shape is None:
         return subject
     library = subject.layout.library or ("mpi" if subject.of_recipe else "")
-    layout = replace(subject.layout, implementation=Megatron.name, library=library)
+    is_fused = "bfloat16" in cluster.device.peak_flops
+    programs = tuple(modern_program(is_data_parallel=alone, has_fused_attention=is_fused) for alone in (True, False))
+    layout = subject.layout
+    is_split = layout.pipeline * layout.tensor * layout.context * layout.expert > 1
+    layout = replace(layout, implementation=programs[is_split], library=library)
     if not always and any(checks.shape_problems(subject.description, layout, cluster, subject.global_batch)):
         return subject
     note = (
         "kernels and memory are those of published trainings, because hpcdist is not measured on "
         f"{cluster.device.name}: --implementation hpcdist plans its kernels anyway"
     )
-    return replace(subject, layout=layout, notes=(*subject.notes, note, *unsupported(subject.layout)))
+    notes = *subject.notes, note, *unsupported(subject.layout)
+    return replace(subject, layout=layout, notes=notes, programs=programs)
 
 
 def _check_effect(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
@@ -287,8 +296,8 @@ def _check_effect(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
         kernels = KERNELS.get(layout.implementation)
         if options.get(name) is not None and kernels is not None and not getattr(kernels, feature):
             raise UsageError(
-                f"{flag(name)} needs --implementation megatron, and has no effect with {layout.implementation}; leave "
-                f"{flag(name)} out, or choose --implementation megatron"
+                f"{flag(name)} needs --implementation megatron-core or megatron-2022, and has no effect with "
+                f"{layout.implementation}; leave {flag(name)} out, or choose one of the two"
             )
     for name in ("activations", "main_gradients"):
         if options.get(name) is not None and layout.precision not in HALVES:
@@ -366,10 +375,27 @@ def _by_name(options: Mapping[str, Any]) -> ModelDescription:
             f"--model {options['model']} and {others[0]} both describe a model; keep one (only --context can be added "
             "to --model)"
         )
-    shape = transformer.named(options["model"])
+    path = Path(options["model"])
+    if path.suffix == ".json" or path.is_dir():
+        directory = path if path.is_dir() else path.parent
+        shape, name = _in_directory(directory), directory.resolve().name
+    else:
+        shape, name = transformer.named(options["model"]), options["model"]
     if options.get("context") is not None:
         shape = replace(shape, context=options["context"])
-    return describe(shape, options["model"])
+    return describe(shape, name)
+
+
+def _in_directory(directory: Path) -> TransformerShape:
+    """Return the sizes of the model of Hugging Face in ``directory``. The context is the longest of the model."""
+    from hpcdist.checkpoint.convert import families
+    from hpcdist.planner.model import transformer
+
+    config = families.read_config(directory)
+    model = ModelConfig(**{"kind": "gpt", **families.model_keys(config)})
+    shape = transformer.of_config(model, context=families.context_of(config)).shape
+    assert shape is not None, "a gpt is a transformer"
+    return shape
 
 
 def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:

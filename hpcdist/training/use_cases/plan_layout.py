@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.planner.kernels import RENAMED
 from hpcdist.planner.layout import (
     COMPRESSIONS,
     OPTION_KEYS,
@@ -77,6 +78,8 @@ def given_values(overrides: Iterable[str], options: Mapping[str, Any]) -> GivenV
     for key, value in given.keys.items():
         recipes.check_value(key, value)
     given.fields = {name: options[name] for name in PLANNER_OPTIONS if options.get(name) is not None}
+    if (program := given.fields.get("implementation")) in RENAMED:
+        given.fields["implementation"] = RENAMED[program]
     setters: dict[str, str] = {}
     for name, text in _option_texts(options).items():
         key = OPTION_KEYS.get(name, _STRATEGY)

@@ -22,7 +22,7 @@ from hpcdist.training.recipe.recipe import load
 CLUSTER = toml_file.read("a100-selene")
 SHAPE = TransformerShape(layers=96, hidden=12288, heads=96, vocabulary=51200, context=2048, dropout=0.1)
 MODEL = describe(SHAPE, "GPT-3")
-FITS = ParallelLayout(data=16, pipeline=8, tensor=8, recompute="full", implementation="megatron")
+FITS = ParallelLayout(data=16, pipeline=8, tensor=8, recompute="full", implementation="megatron-2022")
 OURS = replace(FITS, implementation="hpcdist")
 BATCH = 1536
 
@@ -148,7 +148,7 @@ def test_expert_axis_must_divide_the_experts():
         in text
         for text in find_problems(replace(layout, data=12, expert=8), model=model)
     )
-    for implementation in ("hpcdist", "megatron"):
+    for implementation in ("hpcdist", "megatron-2022"):
         both = replace(layout, data=12, context=2, expert=8, implementation=implementation)
         assert find_problems(both, model=model) == (), "neighbours on the context axis, and three groups of them"
 

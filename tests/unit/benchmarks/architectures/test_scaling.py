@@ -115,11 +115,11 @@ def test_study_models_published_implementations(scenario_studies):
     psi = 2 * scenario_studies["small-weak"].points["ring"][-1].estimate.parameters
     for name, line in scenario_studies["small-weak"].points.items():
         layout = line[-1].estimate.layout
-        assert (layout.implementation, layout.main_gradients) == ("megatron", "working")
+        assert (layout.implementation, layout.main_gradients) == ("megatron-2022", "working")
         assert layout.library in libraries.get(name, {"mpi", "nccl"})
         if name in ("colocated", "ring", "rings", "hierarchical", "zero1"):
             assert line[-1].sent_bytes == pytest.approx(2 * psi * 1023 / 1024, rel=0.01)
-    assert "megatron" in study.__doc__ and "not what hpcdist sends" in study.__doc__
+    assert "megatron-2022" in study.__doc__ and "not what hpcdist sends" in study.__doc__
 
 
 def test_batch_is_rounded_up_to_the_number_of_workers(scenario_studies):

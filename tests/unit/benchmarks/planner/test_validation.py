@@ -12,6 +12,7 @@ from benchmarks.planner import calibration, predictions, report, tables, validat
 from harness.marks import cases
 from hpcdist.errors import MissingCapabilityError, StorageError
 from hpcdist.planner.estimate import ZERO3_RATIOS
+from hpcdist.planner.kernels import ENOUGH, KERNELS
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.transformer import describe
 
@@ -37,9 +38,10 @@ def comparisons(tables_by_key):
 
 
 def test_every_table_names_its_source_and_confirmation(tables_by_key):
-    assert len(tables_by_key) == 11
+    assert len(tables_by_key) == 18
+    sites = ("arXiv:", "nv-adlr.github.io", "github.com/", "pytorch.org/")
     for table in tables_by_key.values():
-        assert ("arXiv:" in table.source or "nv-adlr.github.io" in table.source) and table.confirmed and table.assumed
+        assert any(site in table.source for site in sites) and table.confirmed and table.assumed
     assert tables_by_key["gpipe"].unmodelled
 
 
@@ -129,6 +131,25 @@ def test_throughput_is_within_20_percent_for_every_paper(comparisons):
     assert len(papers) > 2
     for name, one in papers.items():
         assert one["far"] == one["rows"] and one["mean"] < 0.1, name
+
+
+def test_fits_name_their_rows_and_their_ranges_hold_for_90_percent(comparisons):
+    counted = [one for one in comparisons if one.program and one.role not in ("extra", "shared")]
+    for kernels in KERNELS.values():
+        for device, fit in kernels.fits.items():
+            ratios = [1 + one.error for one in counted if one.program == f"{kernels.name} on {device}"]
+            if fit.rows >= ENOUGH and kernels.name != "megatron-2022":
+                assert len(ratios) == fit.rows, (kernels.name, device)
+            if fit.rows >= ENOUGH:
+                inside = sum(fit.fastest <= ratio <= fit.slowest for ratio in ratios)
+                assert inside >= 0.89 * len(ratios), (kernels.name, device)
+
+
+def test_weak_scaling_of_megatron_core_matches_within_3_points(comparisons):
+    rows = [one for one in comparisons if one.table == "dgxc_llama3_70b"]
+    for one in rows:
+        published, predicted = one.published / rows[0].published, one.predicted / rows[0].predicted
+        assert predicted == pytest.approx(published, abs=0.03)
 
 
 def test_strong_scaling_matches_published_curves(comparisons):

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import tomllib
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +25,10 @@ from hpcdist.planner.cluster.hardware import (
 )
 from hpcdist.reporting.schema import fields_of
 
-GPUS = ("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier")
+GPUS = (
+    *("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier"),
+    *("h100-96gb", "gh200", "b200-dgx", "gb200-nvl72", "gb300-nvl72", "mi300x"),
+)
 GOOD = toml_file.FOLDER / "v100-dgx2.toml"
 
 
@@ -62,6 +66,12 @@ def test_shipped_clusters_name_the_source_of_each_section(name):
     ("h100-hgx", "bfloat16", 989.4e12, 80, 8),
     ("h200-hgx", "bfloat16", 989.4e12, 143771 / 1024, 8),
     ("mi250x-frontier", "bfloat16", 191.5e12, 64, 8),
+    ("h100-96gb", "bfloat16", 989.4e12, 95, 8),
+    ("gh200", "float8", 1978.9e12, 95, 4),
+    ("b200-dgx", "float8", 4500e12, 180e9 / 2**30, 8),
+    ("gb200-nvl72", "bfloat16", 2500e12, 186e9 / 2**30, 4),
+    ("gb300-nvl72", "bfloat16", 2500e12, 279e9 / 2**30, 4),
+    ("mi300x", "bfloat16", 1307.4e12, 192, 8),
 )
 def test_peaks_are_dense_and_memory_sizes_are_binary(name, kind, peak, memory_gib, devices_a_node):
     cluster = toml_file.read(name)
@@ -82,6 +92,12 @@ def test_volta_has_no_bfloat16():
     ("h100-hgx", (450e9, 50e9)),
     ("h200-hgx", (450e9, 50e9)),
     ("mi250x-frontier", (200e9, 100e9, 12.5e9)),
+    ("h100-96gb", (450e9, 50e9)),
+    ("gh200", (150e9, 25e9)),
+    ("b200-dgx", (900e9, 50e9)),
+    ("gb200-nvl72", (900e9, 50e9)),
+    ("gb300-nvl72", (900e9, 100e9)),
+    ("mi300x", (448e9, 50e9)),
 )
 def test_link_bandwidth_is_a_share_of_the_nominal_bandwidth(name, nominal):
     levels = toml_file.read(name).levels
@@ -334,3 +350,16 @@ def test_fit_with_a_large_error_is_read():
     cluster = toml_file.read("a100-selene")
     output = toml_file.dump(dataclasses.replace(cluster, fits=(dataclasses.replace(cluster.fits[0], error=366.9),)))
     assert toml_file.of_tree(tomllib.loads(output), "here").fits[0].error == pytest.approx(366.9)
+
+
+def test_falling_curves_and_peaks_in_the_wrong_unit_are_rejected(tmp_path):
+    text = toml_file.dump(toml_file.read("h100-hgx"))
+    (tmp_path / "a.toml").write_text(text.replace("0.766", "0.466"))
+    with pytest.raises(ConfigurationError, match=r"falls from 0.744 to 0.466 at the size 8192; larger products"):
+        toml_file.read(str(tmp_path / "a.toml"))
+    (tmp_path / "b.toml").write_text(text.replace("989.4 TFLOP/s", "989.4 PFLOP/s"))
+    with pytest.raises(ConfigurationError, match=r"b.toml.*flops"):
+        toml_file.read(str(tmp_path / "b.toml"))
+    measured = replace(toml_file.read("h100-hgx"), calibrated="here, today")
+    (tmp_path / "c.toml").write_text(toml_file.dump(measured).replace("0.766", "0.466"))
+    assert toml_file.read(str(tmp_path / "c.toml")).calibrated

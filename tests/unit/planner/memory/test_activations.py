@@ -17,7 +17,7 @@ from hpcdist.strategies.pipeline.memory import moments
 from hpcdist.strategies.schedule.passes import expand
 from hpcdist.strategies.schedule.registry import SCHEDULES
 
-MEGATRON = {"implementation": "megatron", "precision": "float16"}
+MEGATRON = {"implementation": "megatron-2022", "precision": "float16"}
 SHAPES = [named("megatron-22b"), named("megatron-175b"), named("megatron-530b"), named("megatron-1t")]
 
 
@@ -55,7 +55,7 @@ def test_activation_bytes_of_other_blocks():
     shape = named("llama-3-8b")
     s, h, a = shape.context, shape.hidden, shape.heads
     kv, f = 8 * 128, 14336
-    layout = ParallelLayout(implementation="megatron", recompute="selective")
+    layout = ParallelLayout(implementation="megatron-2022", recompute="selective")
     # 16 bits, no masks: two norms, two inputs; query, key and value, the projection's input; 3 f of a gated one.
     kept = 2 * (2 * h + 2 * h + (h + 2 * kv) + h + 3 * f)
     assert unit_activations(describe(shape, "x"), layout)[1].kept == s * kept

@@ -169,7 +169,7 @@ def test_message_bytes_match_the_stage_border():
 
 def test_context_axis_divides_all_activations():
     report = describe(named("llama-3-8b"), "llama-3-8b")
-    for implementation in ("hpcdist", "megatron"):
+    for implementation in ("hpcdist", "megatron-2022"):
         for recompute in ("none", "full"):
             layout = ParallelLayout(implementation=implementation, recompute=recompute, precision="float32")
             one, many = (memory(report, replace(layout, context=context), BARE, 1).terms for context in (1, 64))
@@ -190,7 +190,7 @@ def test_memory_of_the_first_stage_matches_the_paper(name, ranks, each):
         schedule="interleaved" if each > 1 else "1f1b",
         sequence_parallel=True,
         recompute="selective",
-        implementation="megatron",
+        implementation="megatron-2022",
     )
     result = memory(describe(shape, name), layout, CLUSTER, 64 * ranks)
     deeper = 1 + (ranks - 1) / (ranks * each) if each > 1 else 1
@@ -207,19 +207,19 @@ def test_memory_of_the_first_stage_matches_the_paper(name, ranks, each):
 
 def test_plan_that_does_not_fit_names_the_largest_term():
     report = describe(named("llama-3-8b"), "llama-3-8b")
-    alone = memory(report, ParallelLayout(implementation="megatron", recompute="full"), CLUSTER, 1)
+    alone = memory(report, ParallelLayout(implementation="megatron-2022", recompute="full"), CLUSTER, 1)
     assert not alone.fits and alone.largest_term == "optimizer" and alone.limit_bytes == 80e9
     cut = memory(
-        report, ParallelLayout(implementation="megatron", recompute="full", data=64, strategy="zero1"), CLUSTER, 64
+        report, ParallelLayout(implementation="megatron-2022", recompute="full", data=64, strategy="zero1"), CLUSTER, 64
     )
     assert cut.fits and "6 + 12/d" in cut.rule
-    all_kept = memory(report, ParallelLayout(implementation="megatron", data=64, strategy="zero3"), CLUSTER, 64)
+    all_kept = memory(report, ParallelLayout(implementation="megatron-2022", data=64, strategy="zero3"), CLUSTER, 64)
     assert not all_kept.fits and all_kept.largest_term == "activations"
 
 
 def test_expert_axis_divides_expert_parameters():
     report = describe(named("mixtral-8x7b"), "mixtral-8x7b")
-    layout = ParallelLayout(implementation="megatron", data=64, strategy="zero1", recompute="full")
+    layout = ParallelLayout(implementation="megatron-2022", data=64, strategy="zero1", recompute="full")
     one, eight = (memory(report, replace(layout, expert=expert), CLUSTER, 64).terms for expert in (1, 8))
     experts = 32 * 8 * 3 * 4096 * 14336
     assert one["parameters"] - eight["parameters"] == pytest.approx(2 * experts * 7 / 8)
@@ -266,7 +266,7 @@ def test_layouts_of_the_paper_fit_and_its_baseline_does_not(name):
         chunks=each,
         microbatch=samples,
         schedule="interleaved" if each > 1 else "1f1b",
-        implementation="megatron",
+        implementation="megatron-2022",
     )
     report = describe(named(name), name)
     assert not memory(report, layout, BARE, 8 * ranks).fits

@@ -29,7 +29,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
+@pytest.mark.parametrize("implementation", ["hpcdist", "megatron-2022"])
 @pytest.mark.parametrize(("model", "printed"), TABLE.items())
 def test_states_match_table_1_of_the_zero_paper(implementation, model, printed):
     billions, ranks = model
@@ -46,11 +46,11 @@ def test_states_match_table_1_of_the_zero_paper(implementation, model, printed):
 @pytest.mark.parametrize("ranks", [1, 2, 8, 384])
 @cases(
     "keys, rest, cut",
-    ({"main_gradients": "float32", "implementation": "megatron"}, 18, 0),
-    ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero1"}, 6, 12),
-    ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero2"}, 2, 16),
-    ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero3"}, 0, 18),
-    ({"main_gradients": "working", "implementation": "megatron"}, 16, 0),
+    ({"main_gradients": "float32", "implementation": "megatron-2022"}, 18, 0),
+    ({"main_gradients": "float32", "implementation": "megatron-2022", "strategy": "zero1"}, 6, 12),
+    ({"main_gradients": "float32", "implementation": "megatron-2022", "strategy": "zero2"}, 2, 16),
+    ({"main_gradients": "float32", "implementation": "megatron-2022", "strategy": "zero3"}, 0, 18),
+    ({"main_gradients": "working", "implementation": "megatron-2022"}, 16, 0),
     ({"precision": "float32"}, 16, 0),
     ({"precision": "float32", "strategy": "zero1"}, 8, 8),
     ({"precision": "float32", "strategy": "zero2"}, 4, 12),
@@ -66,18 +66,18 @@ def test_bytes_per_parameter_of_each_strategy(ranks, keys, rest, cut):
 
 
 def test_context_axis_shards_the_states_too():
-    layout = ParallelLayout(data=4, context=8, strategy="zero1", implementation="megatron")
+    layout = ParallelLayout(data=4, context=8, strategy="zero1", implementation="megatron-2022")
     assert states(layout).total == 6 + 12 / 32
 
 
 def test_expert_states_are_sharded_over_fewer_ranks():
-    layout = ParallelLayout(data=16, expert=8, strategy="zero1", implementation="megatron")
+    layout = ParallelLayout(data=16, expert=8, strategy="zero1", implementation="megatron-2022")
     assert states(layout).total == 6 + 12 / 16
     assert states(layout, experts=True).total == 6 + 12 / 2
 
 
 def test_rule_text_names_the_formula_and_its_source():
-    zero = states(ParallelLayout(data=64, strategy="zero1", implementation="megatron")).rule
+    zero = states(ParallelLayout(data=64, strategy="zero1", implementation="megatron-2022")).rule
     assert zero == (
         "6 + 12/d = 6.188 bytes per parameter, d = 64 (bfloat16: parameter 2, gradient 4, optimizer 12; ZeRO 1, "
         "arXiv:1910.02054)"
@@ -92,7 +92,7 @@ def test_rule_text_names_the_formula_and_its_source():
 
 
 def test_16_bit_gradients_of_hpcdist_take_2_bytes():
-    ours, theirs = (unsharded(ParallelLayout(implementation=name)) for name in ("hpcdist", "megatron"))
+    ours, theirs = (unsharded(ParallelLayout(implementation=name)) for name in ("hpcdist", "megatron-2022"))
     assert (ours.gradient, theirs.gradient) == (2, 4)
 
 

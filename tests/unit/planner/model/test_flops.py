@@ -12,7 +12,7 @@ from hpcdist.planner.model.transformer import describe, named, names
 MEGATRON = [name for name in names() if name.startswith("megatron-")]
 
 
-def of(name, recompute="none", implementation="megatron", batch=3):
+def of(name, recompute="none", implementation="megatron-2022", batch=3):
     result = step_flops(
         describe(named(name), name), ParallelLayout(recompute=recompute, implementation=implementation), batch
     )
@@ -65,7 +65,7 @@ def test_masked_pairs_of_a_long_context_are_not_counted(recompute):
     assert result.executed_flops / result.model_flops == pytest.approx(parts / 6, rel=0.01)
     assert result.hardware_flops / result.model_flops == pytest.approx(parts / 3, rel=0.01)
     # Megatron-LM is counted by the formula that the papers print.
-    theirs = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute, implementation="megatron"), 1)
+    theirs = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute, implementation="megatron-2022"), 1)
     assert theirs.executed_flops == theirs.hardware_flops >= theirs.model_flops == result.model_flops
 
 

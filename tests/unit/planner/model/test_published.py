@@ -60,7 +60,7 @@ CHOICES = {
 
 def walk(rng, cluster, many):
     """Yield models, possible layouts that differ in one or two fields from the previous layout, and batches."""
-    layout, result = ParallelLayout(data=2, implementation="megatron"), 0
+    layout, result = ParallelLayout(data=2, implementation="megatron-2022"), 0
     assert set(CHOICES) == set(vars(layout))
     while result < many:
         names = rng.choice(sorted(CHOICES), size=rng.integers(1, 3), replace=False)

@@ -88,12 +88,12 @@ def test_selective_recomputes_only_attention_of_megatron():
     layout = replace(FULL, recompute="selective")
     assert not any(chunk.shares for chunk in recomputed(BLOCKS, layout))
     for pipeline in (1, 2):
-        theirs = recomputed(BLOCKS, replace(layout, implementation="megatron", pipeline=pipeline))
+        theirs = recomputed(BLOCKS, replace(layout, implementation="megatron-2022", pipeline=pipeline))
         assert sum(units_of(chunk.shares) for chunk in theirs) == 14
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_megatron_recomputes_blocks(pipeline):
-    theirs = recomputed(BLOCKS, replace(FULL, implementation="megatron", pipeline=pipeline))
+    theirs = recomputed(BLOCKS, replace(FULL, implementation="megatron-2022", pipeline=pipeline))
     assert {share.unit.name for chunk in theirs for share in chunk.shares} == {"block"}
     assert sum(units_of(chunk.shares) for chunk in theirs) == 14

@@ -43,7 +43,7 @@ def blocks(layers, layout):
 )
 def test_megatron_distributes_blocks_evenly(layers, parts, expected):
     # arXiv:2104.04473, table 1; arXiv:2401.10241, section 5.1; arXiv:2407.21783, section 3.3.2
-    layout = ParallelLayout(pipeline=parts, implementation="megatron")
+    layout = ParallelLayout(pipeline=parts, implementation="megatron-2022")
     assert blocks(layers, layout) == expected
     local_data = stages(
         describe(TransformerShape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32), "x"), layout
@@ -53,7 +53,7 @@ def test_megatron_distributes_blocks_evenly(layers, parts, expected):
 
 
 def test_interleaved_chunks_alternate_between_ranks():
-    layout = ParallelLayout(pipeline=8, chunks=3, schedule="interleaved", implementation="megatron")
+    layout = ParallelLayout(pipeline=8, chunks=3, schedule="interleaved", implementation="megatron-2022")
     assert blocks(22, layout) == [0, *[1] * 22, 0]  # 24 chunks for 24 units
     result = chunks(describe(named("megatron-175b"), "x"), layout)
     assert [chunk.rank for chunk in result] == [*range(8)] * 3
@@ -63,7 +63,8 @@ def test_interleaved_chunks_alternate_between_ranks():
 
 def test_folded_chunks_go_forward_and_back():
     result = chunks(
-        describe(named("megatron-175b"), "x"), ParallelLayout(pipeline=4, schedule="zb-v", implementation="megatron")
+        describe(named("megatron-175b"), "x"),
+        ParallelLayout(pipeline=4, schedule="zb-v", implementation="megatron-2022"),
     )
     assert [chunk.rank for chunk in result] == [0, 1, 2, 3, 3, 2, 1, 0]
 
@@ -119,6 +120,6 @@ def test_huge_models_are_split_in_linear_time(monkeypatch):
 
 
 def test_fewer_units_than_parts_are_rejected():
-    for implementation in ("hpcdist", "megatron"):
+    for implementation in ("hpcdist", "megatron-2022"):
         with pytest.raises(ConfigurationError, match=r"a pipeline of 6 ranks .* has 5"):
             blocks(3, ParallelLayout(pipeline=6, implementation=implementation))

@@ -32,7 +32,7 @@ def test_most_important_flags_come_first():
         *("the plan does not fit into the memory", "products larger than"),
         *(
             "'selective' is not built",
-            "estimates were compared only with",
+            "was never measured on this device",
             "messages that hide",
             "20,001 samples on",
         ),

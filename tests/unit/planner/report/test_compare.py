@@ -16,7 +16,7 @@ MODEL = describe(
     TransformerShape(layers=24, hidden=2304, heads=24, vocabulary=51200, context=2048, dropout=0.1),
     "Megatron-LM's 1.7 billion",
 )
-WIDE = ParallelLayout(data=32, microbatch=16, recompute="full", implementation="megatron")
+WIDE = ParallelLayout(data=32, microbatch=16, recompute="full", implementation="megatron-2022")
 CUT = replace(WIDE, data=4, tensor=8, microbatch=8)
 
 

@@ -28,7 +28,7 @@ from hpcdist.strategies.schedule.registry import SCHEDULES
 
 DEVICES, BATCH, STEPS = 8, 12, 100
 MODEL = describe(TransformerShape(layers=4, hidden=1024, heads=4, vocabulary=16384, context=256, dropout=0.1), "small")
-BASE = ParallelLayout(implementation="megatron")
+BASE = ParallelLayout(implementation="megatron-2022")
 
 
 @lru_cache
@@ -103,7 +103,7 @@ def relevant_fields(estimate):
     )
 
 
-@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
 @pytest.mark.parametrize("memory_bytes", [0.3e9, 40e9], ids=["tight", "roomy"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
 @pytest.mark.full
@@ -123,7 +123,7 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
     assert result.left_out >= 0
 
 
-@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
 @pytest.mark.full
 def test_mfu_limit_loses_no_layout(implementation, objective):
@@ -145,7 +145,7 @@ def test_mfu_limit_loses_no_layout(implementation, objective):
     assert result.estimated < len(best), "it looked at everything"
 
 
-@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
 @pytest.mark.full_except("time-megatron")
 def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, objective):
@@ -212,7 +212,7 @@ def random_layouts(implementation, draw, many):
             yield model, layout, reference, batch
 
 
-@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
 @pytest.mark.full
 def test_no_random_layout_is_below_its_bounds(implementation, rng):
     near = {"family": [], "schedule": [], "order": []}
@@ -256,7 +256,7 @@ def test_order_bounds_lose_no_pipeline_with_large_bubbles(objective, monkeypatch
     assert 2 * bounded.estimated < unbounded.estimated
 
 
-@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
 @pytest.mark.parametrize(("pipeline", "tensor", "sequence_parallel"), [(1, 8, True), (8, 1, False), (32, 4, True)])
 def test_every_option_is_above_the_bound_of_its_order(implementation, objective, pipeline, tensor, sequence_parallel):
@@ -291,7 +291,7 @@ def test_memory_grows_with_the_micro_batch_for_any_strategy():
     """The search relies on these properties."""
     sizes = {}
     alive = {}
-    for estimate in (*possible_estimates("megatron", 40e9), *possible_estimates("hpcdist", 40e9)):
+    for estimate in (*possible_estimates("megatron-2022", 40e9), *possible_estimates("hpcdist", 40e9)):
         layout, many = estimate.layout, estimate.layout.microbatches(BATCH)
         is_even = BATCH % (layout.data * layout.microbatch) == 0
         if many > 1 and is_even and (layout.schedule != "interleaved" or many % layout.pipeline == 0):
@@ -306,7 +306,7 @@ def test_memory_grows_with_the_micro_batch_for_any_strategy():
     assert all(len(one) == 1 for one in alive.values())
 
 
-@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
 @pytest.mark.parametrize(("batch", "size", "others"), [(16, 4, (3,)), (16, 8, (5, 7))])
 def test_micro_batch_sizes_do_not_affect_each_other(implementation, batch, size, others):
     """An impossible or uneven micro-batch size does not affect the memory of another size."""
@@ -373,7 +373,7 @@ def test_distinct_keeps_the_best_of_each_grid():
 
     assert len({grid(one.estimate) for one in result.found}) == len(result.found) == 10
     every_best = {}
-    for estimate in possible_estimates("megatron", 40e9):
+    for estimate in possible_estimates("megatron-2022", 40e9):
         key = grid(estimate)
         every_best[key] = min(estimate.step_s, every_best.get(key, estimate.step_s))
     assert [one.value for one in result.found] == pytest.approx(sorted(every_best.values())[:10])
@@ -435,7 +435,7 @@ def test_search_without_result_reports_missing_memory_and_advice():
     assert result.found == ()
     assert "missing" in result.nothing[0]
     # The device that would do is the smallest on which anything does.
-    least = min(estimate.memory.bytes for estimate in possible_estimates("megatron", 40e9))
+    least = min(estimate.memory.bytes for estimate in possible_estimates("megatron-2022", 40e9))
     assert not run_search(cluster(least - 1)).found and run_search(cluster(least)).found
     assert any("2 times the devices, as data it would fit" in line for line in result.nothing)
     twice = replace(on, devices=2 * DEVICES)
@@ -509,7 +509,7 @@ def test_search_collects_the_flags_of_its_results():
 
 def test_but_equals_dataclass_replace(rng):
     draw = random.Random(int(rng.integers(1 << 62)))
-    for _, layout, _, _ in random_layouts("megatron", draw, 10):
+    for _, layout, _, _ in random_layouts("megatron-2022", draw, 10):
         _, other, _, _ = next(random_layouts("hpcdist", draw, 1))
         changed = {name: getattr(other, name) for name in draw.sample(sorted(asdict(layout)), 5)}
         assert layout.but(**changed) == replace(layout, **changed)
@@ -518,7 +518,7 @@ def test_but_equals_dataclass_replace(rng):
         layout.but(data=2, beauty=3)
 
 
-@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
 @pytest.mark.full_except("hpcdist")
 def test_memory_of_random_layouts_is_the_highest_of_all_ranks(implementation, rng):
     """Each rank is computed separately.

@@ -123,7 +123,7 @@ def test_first_unit_computes_no_input_gradient():
     assert took.weight_s == pytest.approx(inside.weight_s + (inside.input_s - inside.weight_s))
 
 
-@pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
+@pytest.mark.parametrize("implementation", ["hpcdist", "megatron-2022"])
 def test_recomputation_repeats_a_forward_or_its_attention(implementation):
     of = {
         name: unit_seconds(BLOCK, replace(LAYOUT, recompute=name, implementation=implementation), CLUSTER)
@@ -134,7 +134,7 @@ def test_recomputation_repeats_a_forward_or_its_attention(implementation):
     if implementation == "hpcdist":
         assert of["selective"].again_s == 0.0, "tiles compute their scores again anyway"
     else:
-        without = unit_seconds(replace(BLOCK, attention=None), replace(LAYOUT, implementation="megatron"), CLUSTER)
+        without = unit_seconds(replace(BLOCK, attention=None), replace(LAYOUT, implementation="megatron-2022"), CLUSTER)
         assert of["selective"].again_s == pytest.approx(of["none"].forward_s - without.forward_s)
 
 
@@ -145,7 +145,7 @@ def test_unfused_scores_move_9_bytes_forward_and_11_backward():
     """
     slow = cluster_with(peak_flops={"bfloat16": 1e30})
     unit = ModelUnit(name="block", count=1, parameters=0, attention=AttentionShape(4, 4, 1, 128, 128 * 128))
-    took = unit_seconds(unit, replace(LAYOUT, precision="bfloat16", implementation="megatron"), slow)
+    took = unit_seconds(unit, replace(LAYOUT, precision="bfloat16", implementation="megatron-2022"), slow)
     scores = 2 * 4 * 128 * 128
     products = 2 * scores * 2  # written, and read again
     assert took.forward_s == pytest.approx((9 * scores + products) / MOVES)
@@ -154,13 +154,15 @@ def test_unfused_scores_move_9_bytes_forward_and_11_backward():
 
 def test_unfused_scores_compute_all_pairs():
     ours = unit_seconds(BLOCK, LAYOUT, free_memory(attention_share=0.5))
-    theirs = unit_seconds(BLOCK, replace(LAYOUT, implementation="megatron"), free_memory(attention_share=0.5))
+    theirs = unit_seconds(BLOCK, replace(LAYOUT, implementation="megatron-2022"), free_memory(attention_share=0.5))
     unseen = attention_flops(BLOCK) - attention_flops(BLOCK, exact=True)
     assert theirs.forward_s - ours.forward_s == pytest.approx(2 * unseen / (PEAK * 0.5))
 
 
 def test_float32_loss_of_megatron_is_counted():
-    theirs = unit_seconds(HEAD, replace(LAYOUT, implementation="megatron"), cluster_with(peak_flops={"float32": 1e30}))
+    theirs = unit_seconds(
+        HEAD, replace(LAYOUT, implementation="megatron-2022"), cluster_with(peak_flops={"float32": 1e30})
+    )
     words = 2 * 128 * 1000
     wide = 2 * (HEAD.moved - HEAD.moved_cut) * 4
     product = (2 * 128 * (256 + 1000) + 256 * 1000) * 4
@@ -178,13 +180,13 @@ def test_gaps_between_kernels_are_counted():
 @pytest.mark.parametrize(("main_gradients", "item"), [("float32", 4), ("working", 2)])
 def test_gradient_sums_use_the_stored_gradient_type(main_gradients, item):
     assert unit_seconds(BLOCK, LAYOUT, CLUSTER).add_s == pytest.approx(3 * BLOCK.parameters * 4 / MOVES)
-    half = replace(LAYOUT, precision="bfloat16", implementation="megatron", gradient_fusion=False)
+    half = replace(LAYOUT, precision="bfloat16", implementation="megatron-2022", gradient_fusion=False)
     beside = unit_seconds(BLOCK, replace(half, main_gradients=main_gradients), CLUSTER)
     assert beside.add_s == pytest.approx(3 * BLOCK.parameters * item / MOVES)
 
 
 def test_gradient_fusion_saves_the_time_of_sums():
-    fused = replace(LAYOUT, precision="bfloat16", implementation="megatron")
+    fused = replace(LAYOUT, precision="bfloat16", implementation="megatron-2022")
     assert unit_seconds(BLOCK, fused, free_memory()).add_s < 1e-20
     slow = cluster_with(peak_flops={"bfloat16": 1e30})  # nothing but memory counts
     result = unit_seconds(BLOCK, fused, slow).add_s
@@ -244,4 +246,5 @@ def test_fitted_curve_gives_the_share_that_a_plan_uses():
 
 @pytest.mark.parametrize("kind", ITEM_BYTES)
 def test_item_bytes_match_the_dtypes(kind):
-    assert ITEM_BYTES[kind] == (BFLOAT16 if kind == "bfloat16" else np.dtype(kind)).itemsize
+    foreign = {"bfloat16": BFLOAT16.itemsize, "float8": 1}
+    assert ITEM_BYTES[kind] == (foreign[kind] if kind in foreign else np.dtype(kind).itemsize)

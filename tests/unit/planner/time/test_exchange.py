@@ -220,7 +220,7 @@ def test_pipeline_with_recomputation_gathers_parameters_again():
 def test_published_zero3_sends_tensor_by_tensor():
     ours, published = (
         exchange(1e6, make_layout("zero3", implementation=name, algorithm="ring"), CLUSTER, 0.0, 3, units=10)
-        for name in ("hpcdist", "megatron")
+        for name in ("hpcdist", "megatron-2022")
     )
     assert published.nbytes == pytest.approx(ours.nbytes)
     assert published.exposed_s - ours.exposed_s == pytest.approx(3 * 3 * 10 * 11 * 7 * ALPHA)
@@ -257,8 +257,8 @@ def test_wire_types_follow_the_implementation():
             == 4
         )
     for strategy in ("allreduce", "zero1"):
-        assert of(strategy=strategy, implementation="megatron") == 4
-        assert of(strategy=strategy, implementation="megatron", main_gradients="working") == 2
+        assert of(strategy=strategy, implementation="megatron-2022") == 4
+        assert of(strategy=strategy, implementation="megatron-2022", main_gradients="working") == 2
     assert of(precision="float64") == 8 and of(precision="float32") == 4
 
 
@@ -277,14 +277,14 @@ def test_16_bit_gradients_are_sent_to_each_owner():
         for name in ("bfloat16", "float32")
     )
     assert half.algorithm == "pairs + ring" and whole.algorithm == "ring"
-    published = make_layout("zero1", precision="bfloat16", algorithm="ring", implementation="megatron")
+    published = make_layout("zero1", precision="bfloat16", algorithm="ring", implementation="megatron-2022")
     assert exchange(1e6, published, CLUSTER, 0.0, units=10).algorithm == "ring"
 
 
 @cases(
     "strategy, keys",
     ("zero3", {"algorithm": "tree"}),
-    ("zero1", {"algorithm": "tree", "implementation": "megatron"}),
+    ("zero1", {"algorithm": "tree", "implementation": "megatron-2022"}),
     ("parameter_server", {"algorithm": "ring"}),
     ("parameter_server", {"algorithm": "ring", "servers": 2}),
     ("allreduce", {"algorithm": "tree", "compression": "int8"}),
@@ -348,7 +348,7 @@ def test_compression_between_nodes_sums_inside_a_node_first():
 
 
 def test_compression_without_effect_is_ignored_and_flagged():
-    keys = {"precision": "bfloat16", "main_gradients": "working", "implementation": "megatron"}
+    keys = {"precision": "bfloat16", "main_gradients": "working", "implementation": "megatron-2022"}
     for strategy in ("allreduce", "zero1", "parameter_server"):
         plain, cast = (
             exchange(N, make_layout(strategy, compression=way, **keys), CLUSTER, 1.0) for way in ("none", "bfloat16")

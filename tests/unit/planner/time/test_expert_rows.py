@@ -115,7 +115,7 @@ def test_expert_rows_of_a_run_match_its_plan(name, documents, monkeypatch):
     ({"expert": 4}, GPUS, RowRoute("pairs", 1, 4)),
     ({"expert": 4, "algorithm": "ring"}, CLUSTER, RowRoute("pairs", 1, 4)),
     ({"expert": 4, "algorithm": "hierarchical"}, CLUSTER, RowRoute("pairs", 1, 4)),
-    ({"expert": 4, "implementation": "megatron"}, CLUSTER, RowRoute("pairs", 1, 4)),
+    ({"expert": 4, "implementation": "megatron-2022"}, CLUSTER, RowRoute("pairs", 1, 4)),
     ({"expert": 4, "tensor": 4, "data": 8}, CLUSTER, RowRoute("hierarchical", 2, 2)),
     ({"expert": 16, "data": 16}, GPUS, RowRoute("hierarchical", 2, 8)),
     ({"expert": 16, "data": 16, "algorithm": "ring"}, CLUSTER, RowRoute("pairs", 2, 8)),

@@ -98,7 +98,11 @@ def test_hierarchical_cost_is_the_sum_of_its_tiers():
 
 @pytest.mark.parametrize(
     "layout",
-    [ParallelLayout(data=1000), ParallelLayout(data=256, tensor=8), ParallelLayout(data=64, implementation="megatron")],
+    [
+        ParallelLayout(data=1000),
+        ParallelLayout(data=256, tensor=8),
+        ParallelLayout(data=64, implementation="megatron-2022"),
+    ],
 )
 @pytest.mark.parametrize("n", [1e3, 1e6, 1e10])
 def test_no_allreduce_beats_the_bandwidth_bound(layout, n):
@@ -202,17 +206,17 @@ def test_channels_use_the_links_of_all_members():
     n = 1e10
     ours = collective("allreduce", n, span(ParallelLayout(data=64), "data", DEEP), DEEP, "ring")
     theirs = collective(
-        "allreduce", n, span(ParallelLayout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring"
+        "allreduce", n, span(ParallelLayout(data=64, implementation="megatron-2022"), "data", DEEP), DEEP, "ring"
     )
     assert ours.seconds == pytest.approx(2 * 63 / 64 * n / 80e9, rel=1e-2)
     assert theirs.seconds == pytest.approx(2 * 63 / 64 * n / 160e9, rel=1e-2)
     borrowed = span(ParallelLayout(data=64, library="nccl"), "data", DEEP)
     assert collective("allreduce", n, borrowed, DEEP, "ring") == theirs
-    plain = span(ParallelLayout(data=64, implementation="megatron", library="mpi"), "data", DEEP)
+    plain = span(ParallelLayout(data=64, implementation="megatron-2022", library="mpi"), "data", DEEP)
     assert collective("allreduce", n, plain, DEEP, "ring") == ours
     # Hops of a ring of 64 over 8 boxes: 56 inside, 7 between them, and the way once more.
     tiny = collective(
-        "allreduce", 1e-3, span(ParallelLayout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring"
+        "allreduce", 1e-3, span(ParallelLayout(data=64, implementation="megatron-2022"), "data", DEEP), DEEP, "ring"
     )
     assert tiny.seconds == pytest.approx(2 * (56 * NEAR.latency_s + 7 * FAR.latency_s))
 
@@ -306,7 +310,7 @@ def test_fits_apply_to_their_library(library, holds):
     cluster = made(
         NEAR, FAR, fits=(MeasuredFit(operation="message", **slow), MeasuredFit(operation="allreduce", **slow))
     )
-    layouts = {"mpi": ParallelLayout(pipeline=2), "nccl": ParallelLayout(pipeline=2, implementation="megatron")}
+    layouts = {"mpi": ParallelLayout(pipeline=2), "nccl": ParallelLayout(pipeline=2, implementation="megatron-2022")}
     for name, layout in layouts.items():
         assert (message(1e6, layout, "pipeline", cluster).seconds == 1.0) == (holds in (name, "both")), name
     for name in layouts:
@@ -316,7 +320,7 @@ def test_fits_apply_to_their_library(library, holds):
 
 def test_published_pytorch_wait_does_not_apply_to_mpi():
     selene = toml_file.read("a100-selene")
-    theirs = message(20e6, ParallelLayout(pipeline=2, implementation="megatron"), "pipeline", selene)
+    theirs = message(20e6, ParallelLayout(pipeline=2, implementation="megatron-2022"), "pipeline", selene)
     ours = message(20e6, ParallelLayout(pipeline=2), "pipeline", selene)
     assert theirs.algorithm == "measured" and ours.algorithm == "message"
     assert ours.seconds < 0.5 * theirs.seconds

@@ -200,7 +200,7 @@ def test_ring_passes_overlap_with_attention_tiles(context, recompute):
 
 def test_expert_axis_sends_tokens_to_experts_and_back():
     routed = describe(replace(SHAPE, experts=4, experts_per_token=2), "routed")
-    result = timing(routed, replace(LAYOUT, data=4, expert=4, implementation="megatron"), CLUSTER, 8)
+    result = timing(routed, replace(LAYOUT, data=4, expert=4, implementation="megatron-2022"), CLUSTER, 8)
     assert result.bytes["expert"] == pytest.approx(8 * 4 * 2 * BSH * 3 / 4), "two experts a token, three of four away"
 
 
@@ -223,16 +223,18 @@ def test_stage_messages_have_the_size_of_activations():
 
 def test_megatron_stage_messages_are_split_over_tensor_ranks():
     layout = replace(LAYOUT, pipeline=2, tensor=4)
-    ours, theirs = (border_message(MODEL, layout.but(implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
+    ours, theirs = (
+        border_message(MODEL, layout.but(implementation=name), CLUSTER) for name in ("hpcdist", "megatron-2022")
+    )
     assert (ours.nbytes, theirs.nbytes) == (BSH, BSH / 4)
-    parts = border_message(MODEL, replace(layout, sequence_parallel=True, implementation="megatron"), CLUSTER)
-    channels = span(replace(layout, implementation="megatron"), "tensor", CLUSTER)
+    parts = border_message(MODEL, replace(layout, sequence_parallel=True, implementation="megatron-2022"), CLUSTER)
+    channels = span(replace(layout, implementation="megatron-2022"), "tensor", CLUSTER)
     gathered_s = collective("all_gather", BSH, channels, CLUSTER).seconds
     assert theirs.seconds == pytest.approx(parts.seconds + gathered_s)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
-@pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
+@pytest.mark.parametrize("implementation", ["hpcdist", "megatron-2022"])
 def test_closed_forms_match_the_simulator_for_equal_stages(schedule, implementation):
     chunks = 2 if schedule == "interleaved" else 1
     layout = replace(LAYOUT, pipeline=4, schedule=schedule, chunks=chunks, implementation=implementation)
@@ -311,7 +313,9 @@ def test_tied_tensor_on_one_rank_is_not_sent(schedule):
 
 def test_tied_tensor_is_sent_to_its_owner_and_back():
     half = replace(LAYOUT, pipeline=2, precision="bfloat16")
-    ours, theirs = (tied_sum(MODEL, replace(half, implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
+    ours, theirs = (
+        tied_sum(MODEL, replace(half, implementation=name), CLUSTER) for name in ("hpcdist", "megatron-2022")
+    )
     one_way = message(1024 * 256 * 2, half, "pipeline", CLUSTER)
     assert (ours.seconds, ours.nbytes) == (pytest.approx(2 * one_way.seconds), one_way.nbytes)
     assert theirs == message(1024 * 256 * 4, half, "pipeline", CLUSTER)  # a sum of main gradients
@@ -370,9 +374,9 @@ def test_impossible_schedules_are_rejected():
     (LAYOUT, 4 + 28),
     (replace(LAYOUT, optimizer_slots=1), 4 + 20),
     (replace(LAYOUT, precision="bfloat16"), 2 + 2 + 24 + 2),
-    (replace(LAYOUT, precision="bfloat16", implementation="megatron"), 8 + 4 + 8 + 4 + 24 + 2 + 4),
+    (replace(LAYOUT, precision="bfloat16", implementation="megatron-2022"), 8 + 4 + 8 + 4 + 24 + 2 + 4),
     (
-        replace(LAYOUT, precision="float16", implementation="megatron", main_gradients="working"),
+        replace(LAYOUT, precision="float16", implementation="megatron-2022", main_gradients="working"),
         6 + 8 + 4 + 8 + 4 + 24 + 2 + 2,
     ),
 )
@@ -400,11 +404,11 @@ def test_dedicated_servers_share_the_update_of_the_whole_model(pipeline, tensor)
     "layout",
     replace(LAYOUT, data=2, recompute="full"),
     replace(LAYOUT, data=2, pipeline=4),
-    replace(LAYOUT, pipeline=4, schedule="gpipe", implementation="megatron", tensor=2),
+    replace(LAYOUT, pipeline=4, schedule="gpipe", implementation="megatron-2022", tensor=2),
     replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, strategy="zero2", data=2),
     replace(LAYOUT, pipeline=4, recompute="full"),
     replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, recompute="full"),
-    replace(LAYOUT, pipeline=2, schedule="gpipe", recompute="full", implementation="megatron"),
+    replace(LAYOUT, pipeline=2, schedule="gpipe", recompute="full", implementation="megatron-2022"),
     replace(LAYOUT, tensor=2, sequence_parallel=True),
     replace(LAYOUT, pipeline=4, schedule="zb-h1"),
     replace(LAYOUT, pipeline=4, schedule="zb-v"),
@@ -447,7 +451,7 @@ def test_cached_values_are_not_shared_between_layouts():
         replace(LAYOUT, pipeline=2),
         replace(LAYOUT, recompute="full"),
         replace(LAYOUT, precision="bfloat16"),
-        replace(LAYOUT, implementation="megatron"),
+        replace(LAYOUT, implementation="megatron-2022"),
     ]
     assert len({base, *(timing(MODEL, layout, CLUSTER, 8).step_s for layout in others)}) == 7
 
