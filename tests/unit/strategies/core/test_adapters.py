@@ -131,3 +131,13 @@ def test_adapters_that_cannot_work_are_rejected(keys, message):
 def test_adapters_that_the_model_lacks_are_rejected(keys, message, shared_text):
     with pytest.raises(ConfigurationError, match=message):
         trainer_of(solo(), KEYS | {"data.path": shared_text} | keys)
+
+
+def test_memory_is_that_of_the_frozen_tensors_and_16_bytes_per_trained_parameter(shared_text):
+    keys = SMALL | LLAMA | recipe_keys("layers=2 hidden=256 heads=4 vocabulary=512 run.steps=2 lora.rank=4")
+    trainer = trainer_of(solo(), keys | {"data.path": shared_text})
+    losses(trainer, 2)
+    trained = sum(segment.spec.size for segment in trainer.model.layout.segments)
+    frozen = sum(segment.spec.size for segment in trainer.model.whole_layout.segments) - trained
+    states = sum(trainer.ledger.peak[kind] for kind in ("parameters", "gradients", "optimizer"))
+    assert frozen > 10 * trained and states <= 1.05 * (4 * frozen + 16 * trained)
