@@ -243,8 +243,10 @@ def _introduction(
 ) -> Iterator[str]:
     grid, recipe = trainer.grid, trainer.recipe
     axes = " x ".join(f"{axis} {getattr(grid, axis)}" for axis in ORDER if getattr(grid, axis) > 1) or "one replica"
+    trained, total = trainer.model.layout.parameters, trainer.model.whole_layout.parameters
+    parameters = f"{trained:,} of {total:,} parameters" if trained < total else f"{total:,} parameters"
     yield (
-        f"{trainer.model.layout.parameters:,} parameters, {counted(trainer.comm.size, 'rank')} on "
+        f"{parameters}, {counted(trainer.comm.size, 'rank')} on "
         f"{counted(session.place.nodes, 'node')}: {axes}; {figures.describe_architecture(trainer)}; "
         f"MPI: {session.library.partition(', ')[0]}"
     )
