@@ -117,7 +117,8 @@ def _few_rows_product(a: Any, weight: Any, out: Any, zeros: Any) -> None:
 
 
 for _dtype in SAMPLE_DTYPES:
-    _few_rows_product.sample(lambda x=np.ones((FEW_ROWS, FEW_ROWS), _dtype): (x, x, x.copy(), x[0]))
+    _square = np.ones((FEW_ROWS, FEW_ROWS), _dtype)
+    _few_rows_product.sample(lambda x=_square: (x, x, x.copy(), x[0]))
 
 
 class CachedPositions(LocalPositions):
