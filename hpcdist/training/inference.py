@@ -44,7 +44,7 @@ from hpcdist.training.data.source import usable_inputs
 from hpcdist.training.generation import Decoder, WindowDecoder, generate
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.text import TextStream, codec_of
+from hpcdist.training.text import TextCodec, TextStream, codec_of
 
 # Errors that need no flight recorder: its files are deleted.
 EXPECTED_ERRORS: Final = (GeneratorExit, KeyboardInterrupt, *USER_ERRORS)
@@ -291,28 +291,39 @@ def sample(
         if not all(prompts):
             raise UsageError("a prompt is empty; give at least one character with each --prompt")
         codec = codec_of(path, look.recipe, tokenizer)
-        begins = [codec.chat(prompt) if chat else prompt for prompt in prompts]
-        decoder = look.load(averaged=averaged).decoder(len(prompts))
-        texts, ended = [TextStream(codec.decode, stops) for _ in prompts], set[int]()
+        begins = [(codec.chat if chat else codec.encode_document)(one) for one in prompts]
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        drawn = generate(
-            *(decoder, [codec.encode(text) for text in begins], tokens), stops=[(end,) for end in codec.ends],
-            ended=ended, **options,
-        )  # fmt: skip
-
-        def parts() -> Iterator[tuple[int, str]]:
-            for index, token in drawn:
-                if token not in codec.ends:
-                    yield index, texts[index].add(token)
-                if texts[index].ended:
-                    ended.add(index)
-
+        parts = continuations(look.load(averaged=averaged), codec, begins, tokens, stops=stops, **options)
         written = [""] * len(prompts) if chat else list(prompts)
         if len(prompts) == 1:
             yield written[0]
-            yield from (part for _, part in parts())
-            yield texts[0].finish() + "\n"
+            yield from (part for _, part in parts)
+            yield "\n"
             return
-        for index, part in parts():
+        for index, part in parts:
             written[index] += part
-        yield "\n---\n".join(text + stream.finish() for text, stream in zip(written, texts, strict=True)) + "\n"
+        yield "\n---\n".join(written) + "\n"
+
+
+def continuations(
+    model: TrainedModel,
+    codec: TextCodec,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    stops: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[tuple[int, str]]:
+    """Yield (index of a prompt, next part of the text after it), for at most ``tokens`` tokens per prompt. Local.
+
+    A text ends at an end token of ``codec``, or before one of the texts ``stops``. ``options``: see `generate`.
+    """
+    texts, ended = [TextStream(codec.decode, stops, prompt) for prompt in prompts], set[int]()
+    ends = [(end,) for end in codec.ends]
+    decoder = model.decoder(len(prompts))
+    for index, token in generate(decoder, prompts, tokens, stops=ends, ended=ended, **options):
+        if token not in codec.ends:
+            yield index, texts[index].add(token)
+        if texts[index].ended:
+            ended.add(index)
+    yield from ((index, text.finish()) for index, text in enumerate(texts))

@@ -1,7 +1,7 @@
 """Scores of a trained language model: perplexity of documents, and answers to multiple-choice questions.
 
-Ranks take turns with documents and questions. A document that is longer than the context is cut into windows, and the
-first token of a window is not scored.
+Ranks take turns with documents and questions. A document that is longer than the context is cut into windows, each of
+which begins with the last token of the window before it. So only the first token of a document is not scored.
 """
 
 import json
@@ -42,23 +42,27 @@ class DocumentScore:
         return asdict(self) | {"perplexity": self.perplexity}
 
 
-def token_scores(model: TrainedModel, tokens: Sequence[int]) -> np.ndarray:
-    """Return ln(probability) of each token after the first, given all tokens before it. Local.
+def token_scores(model: TrainedModel, tokens: Sequence[int], count: int) -> tuple[np.ndarray, bool]:
+    """Return ln(probability) of each of the last ``count`` tokens, and True if each token has the largest one. Local.
 
-    ``tokens`` must not be longer than the context plus 1.
+    Only the last tokens count if ``tokens`` is longer than the context plus 1.
     """
-    row = np.array([tokens], np.int64)
-    logits = model.logits(row[:, :-1])[0].astype(np.float64)
-    logits -= logits.max(axis=-1, keepdims=True)
-    chosen: np.ndarray = np.take_along_axis(logits, row[0, 1:, None], axis=-1)[:, 0]
-    return chosen - np.log(np.exp(logits).sum(axis=-1))
+    row = np.array([tokens[-model.recipe.data.context - 1 :]], np.int64)
+    logits, targets = model.logits(row[:, :-1])[0, -count:], row[0, -count:]
+    scores = np.empty(count)
+    for position, target in enumerate(targets):  # in float64, which all rows together might not fit in memory
+        values = logits[position].astype(np.float64)
+        top = values.max()
+        scores[position] = values[target] - top - math.log(np.exp(values - top).sum())
+    return scores, bool((logits.argmax(axis=-1) == targets).all())
 
 
 def score_tokens(model: TrainedModel, tokens: Sequence[int]) -> tuple[float, int]:
     """Return (sum of ln(probability), number of scored tokens) of a document of any length. Local."""
     context, total, scored = model.recipe.data.context, 0.0, 0
     for start in range(0, len(tokens) - 1, context):
-        scores = token_scores(model, tokens[start : start + context + 1])
+        window = tokens[start : start + context + 1]
+        scores, _ = token_scores(model, window, len(window) - 1)
         total, scored = total + float(scores.sum()), scored + len(scores)
     return total, scored
 
@@ -72,34 +76,41 @@ def score_documents(
     in `Reading`. Raises DataError if no document has two tokens.
     """
     comm, scores = model.comm, []
-    for number, (place, tokens, nbytes) in enumerate(_documents(codec, path, key, lines)):
+    for number, document in enumerate(_documents(path, key, lines)):
         if number % comm.size == comm.rank:
+            is_text = isinstance(document, str)
+            tokens = codec.encode_document(document) if is_text else document.tolist()
+            text = document if is_text else codec.decode(tokens)
             total, scored = score_tokens(model, tokens)
-            scores.append((number, DocumentScore(place, -total, scored, len(tokens), nbytes)))
-    everything = sorted(one for part in comm.allgather_object(scores) for one in part)
-    if not any(score.scored for _, score in everything):
+            place = f"{path}, document {number}"
+            scores.append((number, DocumentScore(place, -total, scored, len(tokens), len(text.encode()))))
+    everything = _in_order(comm.allgather_object(scores))
+    if not any(score.scored for score in everything):
         raise DataError(f"{path} has no document with two tokens, so nothing can be scored; give longer documents")
-    return [score for _, score in everything]
+    return everything
 
 
-def _documents(codec: TextCodec, path: Path, key: str, lines: bool) -> Iterable[tuple[str, list[int], int]]:
+def _in_order(parts: Iterable[list[tuple[int, Any]]]) -> list[Any]:
+    # The scores of all ranks, from their pairs (number, score).
+    return [score for _, score in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
+
+
+def _documents(path: Path, key: str, lines: bool) -> Iterable[Any]:
+    # Yields a text, or an array of tokens.
     if (path / INDEX_NAME).is_file():
         data = token_files.open_directory(path)
         ends = data.document_ends()
         assert ends is not None
-        for number, (start, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
-            tokens = data.tokens[start:end].tolist()
-            yield f"{path}, document {number}", tokens, len(codec.decode(tokens).encode())
+        yield from (data.tokens[start:end] for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
         return
     reading = Reading(key, lines)
-    documents = (one for group in reading.groups([path]) for piece in group for one in reading.documents(piece))
-    for number, text in enumerate(documents):
+    for text in (one for group in reading.groups([path]) for piece in group for one in reading.documents(piece)):
         if isinstance(text, Row):
             raise DataError(
                 f"{text.place()}: the row is a chat; tokenize the file with `hpcdist data tokenize`, and score the "
                 "directory of its tokens"
             )
-        yield f"{path}, document {number}", codec.encode(text), len(text.encode())
+        yield text
 
 
 def totals(scores: Sequence[DocumentScore]) -> dict[str, float]:
@@ -129,25 +140,23 @@ class ChoiceScore:
 def score_continuation(model: TrainedModel, codec: TextCodec, prompt: str, text: str) -> tuple[float, bool]:
     """Return (ln(probability) of ``text`` after ``prompt``, True if greedy decoding would give ``text``). Local.
 
-    If both are longer than the context, the begin of the prompt is left out. Raises DataError for an empty text.
+    If both are longer than the context, the begin of the prompt is left out. Raises DataError for an empty text, and
+    for an empty prompt of a tokenizer without a token that begins or ends texts.
     """
     spaces = len(prompt) - len(prompt.rstrip())  # a space belongs to the token of the next word
     prompt, text = prompt[: len(prompt) - spaces], prompt[len(prompt) - spaces :] + text
-    whole, head = codec.encode(prompt + text), codec.encode(prompt)
+    whole, head = codec.encode_document(prompt + text), codec.encode_document(prompt)
     if whole[: len(head)] != head:  # a token crosses the border
         whole = [*head, *codec.encode(text)]
-    count = len(whole) - len(head)
-    context = model.recipe.data.context
-    if count < 1 or not head:
+    count, context = len(whole) - len(head), model.recipe.data.context
+    if not head:
+        whole = [*codec.ends[:1], *whole]
+    if count < 1 or len(whole) == count:
         raise DataError("a prompt or a choice is empty; give at least one token for each")
     if count > context:
         raise DataError(f"a choice has {count} tokens, but the model has a context of {context}; give shorter choices")
-    row = np.array([whole[-context - 1 :]], np.int64)
-    logits = model.logits(row[:, :-1])[0, -count:].astype(np.float64)
-    logits -= logits.max(axis=-1, keepdims=True)
-    chosen = np.take_along_axis(logits, row[0, -count:, None], axis=-1)[:, 0]
-    is_greedy = bool((logits.argmax(axis=-1) == row[0, -count:]).all())
-    return float((chosen - np.log(np.exp(logits).sum(axis=-1))).sum()), is_greedy
+    scores, is_greedy = token_scores(model, whole, count)
+    return float(scores.sum()), is_greedy
 
 
 def score_choices(model: TrainedModel, codec: TextCodec, path: Path) -> list[ChoiceScore]:
@@ -167,11 +176,7 @@ def score_choices(model: TrainedModel, codec: TextCodec, path: Path) -> list[Cho
             raise DataError(f"{place}: {error}") from error
         per_byte = [score / len(text.encode()) for score, text in zip(scores, choices, strict=True)]
         answers.append((number, ChoiceScore(scores, int(np.argmax(scores)), int(np.argmax(per_byte)), answer)))
-    return [one for _, one in sorted((one for part in comm.allgather_object(answers) for one in part), key=_number)]
-
-
-def _number(pair: tuple[int, ChoiceScore]) -> int:
-    return pair[0]
+    return _in_order(comm.allgather_object(answers))
 
 
 def _question(place: str, line: str) -> tuple[str, list[str], int]:

@@ -1,6 +1,7 @@
 """Text of a language model: the tokenizer of a run, its chat template and end tokens, and the text of drawn tokens."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +16,41 @@ from hpcdist.training.data.tokenization import TOKENIZER_NAME, load_tokenizer
 from hpcdist.training.recipe.recipe import Recipe
 
 BYTES: Final = 256
+CONTEXT: Final = 8  # tokens of a prompt with which the first drawn tokens are decoded
 REPLACEMENT: Final = "\ufffd"  # decoded from an incomplete character
 
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Conversion between text and tokens. ``ends``: tokens that end a text. ``template``: for chats, or None."""
+    """Conversion between text and tokens.
+
+    ``ends``: tokens that end a text. ``begin``: tokens before a text that is not a chat. ``template``: chat template,
+    or None. ``warning``: about the template, or "".
+    """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     ends: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
     template: ChatTemplate | None = None
+    warning: str = ""
 
-    def chat(self, prompt: str) -> str:
-        """Return the text of a chat with ``prompt`` as the user's message, up to the answer. Raises UsageError."""
+    def encode_document(self, text: str) -> list[int]:
+        """Return the tokens of ``text`` after the tokens ``begin``, which a rendered chat has already."""
+        tokens, count = self.encode(text), len(self.begin)
+        return tokens if tuple(tokens[:count]) == self.begin else [*self.begin, *tokens]
+
+    def chat(self, prompt: str) -> list[int]:
+        """Return the tokens of a chat with ``prompt`` as the user's message, up to the answer. Raises HpcdistError."""
+        return self.encode(self.render([{"role": "user", "content": prompt}], header=True))
+
+    def render(self, messages: Sequence[Any], *, header: bool) -> str:
+        """Return the text of a chat. ``header``: append the header of an answer. Raises HpcdistError."""
         if self.template is None:
-            raise UsageError("--chat needs a chat template, which the tokenizer of this run lacks; leave out --chat")
-        return self.template.render([{"role": "user", "content": prompt}], header=True)
+            raise UsageError("a chat needs a chat template, which the tokenizer of this run lacks; leave out --chat")
+        if self.warning:
+            print(f"hpcdist: {self.warning}", file=sys.stderr)
+        return self.template.render(messages, header=header)
 
 
 BYTE_CODEC: Final = TextCodec(lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace"))
@@ -64,7 +83,8 @@ def _folders(run: Path, recipe: Recipe) -> Iterator[Path]:
 
 
 def _codec(file: Path, recipe: Recipe) -> TextCodec:
-    tokenizer = load_tokenizer(regular.read(file, 1 << 30).decode())
+    content = regular.read(file, 1 << 30).decode()
+    begin, tokenizer = _begin(file.parent, content), load_tokenizer(content)
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if size > recipe.model.vocabulary:
         raise UsageError(
@@ -76,7 +96,16 @@ def _codec(file: Path, recipe: Recipe) -> TextCodec:
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
-    return TextCodec(encode, tokenizer.decode, _ends(file.parent, tokenizer), open_template(file.parent)[0])
+    return TextCodec(encode, tokenizer.decode, _ends(file.parent, tokenizer), begin, *open_template(file.parent))
+
+
+def _begin(folder: Path, content: str) -> tuple[int, ...]:
+    if (folder / INDEX_NAME).is_file():  # as in the documents of the training
+        begin = read_index(folder)["begin"]
+        return () if begin is None else (int(begin),)
+    encoding = load_tokenizer(content, adds_tokens=True).encode("a", add_special_tokens=True)
+    count = encoding.special_tokens_mask.index(0) if 0 in encoding.special_tokens_mask else 0
+    return tuple(encoding.ids[:count])
 
 
 def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -94,12 +123,15 @@ def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 class TextStream:
-    """Text of drawn tokens. Characters that may begin one of the texts ``stops`` are held back."""
+    """Text of the tokens drawn after ``prompt``. Characters that may begin one of the texts ``stops`` are held back."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self._decode, self._stops, self._held = decode, [stop for stop in stops if stop], ""
-        self._tokens: list[int] = []
-        self._begin = self._read = 0  # tokens before `_read` are decoded; `_begin` is a little before, as context
+        self._tokens = list(prompt[-CONTEXT:])
+        # Tokens before `_read` are decoded. `_begin` is a little before: decoders drop the space of a first token.
+        self._begin, self._read = 0, len(self._tokens)
         self.ended = False  # after a stop
 
     def add(self, token: int) -> str:

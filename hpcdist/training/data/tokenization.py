@@ -164,8 +164,11 @@ def _tokenizers() -> Any:
 
 
 @lru_cache(1)  # loading a large vocabulary takes a second
-def load_tokenizer(content: str) -> Any:
-    """Return the tokenizer of the library tokenizers with the ``content`` of a tokenizer.json. Raises DataError."""
+def load_tokenizer(content: str, *, adds_tokens: bool = False) -> Any:
+    """Return the tokenizer of the library tokenizers with the ``content`` of a tokenizer.json. Raises DataError.
+
+    ``adds_tokens``: True to keep the processor that adds special tokens to texts.
+    """
     try:
         tokenizer = _tokenizers().Tokenizer.from_str(content)
     except MissingCapabilityError:
@@ -175,7 +178,8 @@ def load_tokenizer(content: str) -> Any:
     # A tokenizer.json often cuts texts at the context of its model, or pads them.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.post_processor = None  # it adds only special tokens, and removes spaces from the offsets of tokens
+    if not adds_tokens:
+        tokenizer.post_processor = None  # it adds only special tokens, and removes spaces from the offsets of tokens
     return tokenizer
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,13 +15,14 @@ from hpcdist.errors import DataError, UsageError
 from hpcdist.training import scoring
 from hpcdist.training.data.documents import Reading
 from hpcdist.training.data.tokenization import open_encoder, tokenize, train_tokenizer
+from hpcdist.training.generation import generate
 from hpcdist.training.inference import load, sample
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.text import TextStream, codec_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 VOCABULARY, CONTEXT = 300, 48
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -89,7 +91,7 @@ def test_greedy_samples_equal_transformers(family, make_run):
 def test_chats_and_stop_texts(make_run):
     _, run = make_run()
     codec = codec_of(run, recipe_of_run(run))
-    assert codec.chat("hi") == "<user>hi<assistant>"
+    assert codec.decode(codec.chat("hi")) == "<user>hi<assistant>"
     options = {"temperature": 0, "top_k": 0, "seed": 0}
     answer = "".join(sample(run, ["hi"], 12, chat=True, **options))
     whole = "".join(sample(run, ["<user>hi<assistant>"], 12, **options))
@@ -106,6 +108,71 @@ def test_streamed_text_equals_the_decoded_tokens(make_run, documents):
         parts = [stream.add(token) for token in codec.encode(text)]
         assert "".join(parts) + stream.finish() == text
         assert not any("\ufffd" in part for part in parts)
+
+
+def add_begin_token(run):
+    """Change the tokenizer of ``run`` to add a begin token to texts. Return the token."""
+    content = tokenizers.Tokenizer.from_file(str(run / "huggingface/tokenizer.json"))
+    begin = content.token_to_id("<|endoftext|>")
+    content.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", begin)]
+    )
+    content.save(str(run / "huggingface/tokenizer.json"))
+    return begin
+
+
+def test_begin_token_of_the_tokenizer_precedes_prompts_and_documents_but_not_chats(make_run, tmp_path):
+    model, run = make_run()
+    begin = add_begin_token(run)
+    codec, loaded = codec_of(run, recipe_of_run(run)), load(solo(), run, recipe_of_run(run))
+    assert codec.encode_document("ab") == [begin, *codec.encode("ab")]
+    assert codec.encode_document("<|endoftext|>ab") == [begin, *codec.encode("ab")], "a chat template wrote the token"
+    assert begin not in codec.chat("ab")
+    (tmp_path / "one.txt").write_text("ab abc")
+    (score,) = scoring.score_documents(loaded, codec, tmp_path / "one.txt")
+    assert score.scored == len(codec.encode("ab abc")) == score.tokens - 1
+    assert score.nats == pytest.approx(expected_nats(model, codec.encode_document("ab abc")), rel=1e-4)
+
+
+def test_space_of_the_first_drawn_word_is_kept():
+    vocabulary = {"<unk>": 0, "\u2581a": 1, "\u2581b": 2, "c": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    stream = TextStream(tokenizer.decode, (), [1])
+    assert [stream.add(token) for token in (2, 3, 1)] + [stream.finish()] == [" b", "c", " a", ""]
+
+
+def test_differing_chat_templates_are_reported(make_run, capsys):
+    _, run = make_run()
+    (run / "huggingface/tokenizer_config.json").write_text(json.dumps({"chat_template": "other"}))
+    list(sample(run, ["hi"], 1, chat=True, temperature=0, top_k=0, seed=0))
+    assert "differs from chat_template in tokenizer_config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.7}])
+def test_sampled_tokens_follow_the_distribution_of_transformers(options, rng):
+    options = {"temperature": 0.7, "top_k": 0, "top_p": 1.0} | options
+    logits = rng.standard_normal(40) * 2
+    warpers = [transformers.TemperatureLogitsWarper(options["temperature"])]
+    if options["top_k"]:
+        warpers.append(transformers.TopKLogitsWarper(options["top_k"]))
+    if options["top_p"] < 1:
+        warpers.append(transformers.TopPLogitsWarper(options["top_p"]))
+    scores = torch.tensor(logits)[None]
+    for warper in warpers:
+        scores = warper(torch.zeros(1, 1, dtype=torch.long), scores)
+    expected = scores.softmax(-1)[0].numpy()
+
+    class Fixed:
+        def logits(self, texts):
+            return dict.fromkeys(texts, logits)
+
+    count = 20_000
+    drawn = [token for _, token in generate(Fixed(), [(0,)], count, seed=int(rng.integers(1 << 30)), **options)]
+    shares = np.bincount(drawn, minlength=40) / count
+    assert not shares[expected == 0].any()
+    # 6 standard deviations of each share
+    assert (np.abs(shares - expected) <= 6 * np.sqrt(expected * (1 - expected) / count) + 1e-12).all()
 
 
 def expected_nats(model, tokens):
@@ -172,6 +239,7 @@ def test_choices_are_scored_as_by_transformers(make_run, tmp_path, documents):
     "row, output",
     ({"prompt": "a", "choices": ["b"], "answer": 0}, r'expected "prompt" .text., "choices" .at least two texts.'),
     ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, r'"answer" .the index'),
+    ({"prompt": " ", "choices": ["b", ""], "answer": 0}, r'"choices" .at least two texts.'),
     ({"prompt": "", "choices": ["b", "c"], "answer": 0}, "line 1: a prompt or a choice is empty"),
     ({"prompt": "a", "choices": ["b", "c " * 90], "answer": 0}, "but the model has a context of 48"),
 )
@@ -180,7 +248,7 @@ def test_invalid_questions_are_refused_with_their_place(row, output, make_run, t
     (tmp_path / "q.jsonl").write_text(json.dumps(row))
     model = load(solo(), run, recipe_of_run(run))
     with pytest.raises(DataError, match=output):
-        scoring.score_choices(model, codec_of(run, recipe_of_run(run)), tmp_path / "q.jsonl")
+        scoring.score_choices(model, replace(codec_of(run, recipe_of_run(run)), ends=()), tmp_path / "q.jsonl")
 
 
 def test_a_missing_or_larger_tokenizer_is_refused(make_run, tmp_path):

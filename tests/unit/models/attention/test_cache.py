@@ -9,7 +9,7 @@ from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.arena import Arena
-from hpcdist.models.attention.cache import CachedDecoder
+from hpcdist.models.attention.cache import CachedDecoder, few_rows_product
 from hpcdist.models.config import ModelConfig
 from hpcdist.training.generation import WindowDecoder
 
@@ -62,6 +62,15 @@ def compare(case, rng, on, bound):
 @pytest.mark.parametrize("case", MODELS)
 def test_cached_logits_match_the_whole_text(case, rng):
     compare(case, rng, "cpu", 1e-11)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9])
+def test_products_of_a_few_rows_match_float64(rows, rng):
+    for dtype, bound in (("float32", 1e-5), ("float64", 1e-13)):
+        a, weight = (rng.standard_normal((count, 67)).astype(dtype) for count in (rows, 131))
+        out = np.full((rows, 131), np.nan, dtype)
+        few_rows_product(a, weight.T, out)
+        np.testing.assert_allclose(out, a.astype(float) @ weight.T.astype(float), rtol=0, atol=67 * bound)
 
 
 @pytest.mark.parametrize("case", ["plain", "windows"])
