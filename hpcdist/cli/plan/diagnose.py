@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from hpcdist.cli.common import FILE, json_option
+from hpcdist.cli.common import json_option
 from hpcdist.cli.plan.options import SectionedCommand, cluster_option, layout_options, subject_options
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import UsageError
 
 
 @click.command("diagnose", cls=SectionedCommand)
-@click.argument("log", type=FILE, required=False)
+@click.argument("log", metavar="[LOG|RUN]", type=click.Path(path_type=Path), required=False)
 @click.option("--measured", type=click.FloatRange(0, min_open=True), help="Measured tokens/s of a device.")
 @cluster_option
 @subject_options
@@ -27,19 +28,21 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compare the speed in LOG with the plan of its layout, and rank the possible causes of the difference.
+    """Compare a measured speed with the plan of its layout, and rank the possible causes of the difference.
 
-    LOG is a log of torchtitan or Megatron-LM. --measured replaces it. Each cause is planned: the first one explains the
-    measured speed best. Give the model and the layout as for `hpcdist plan`.
+    LOG is a log of torchtitan or Megatron-LM, and RUN a run directory of hpcdist, whose recipe is planned. --measured
+    replaces both. Each cause is planned: the first one explains the measured speed best. Except for RUN, give the model
+    and the layout as for `hpcdist plan`.
     """
     from hpcdist.planner.report.quantities import figures, share
     from hpcdist.training.use_cases.plan import read_cluster, subject_from_options
     from hpcdist.training.use_cases.plan_advice import causes, measured_speed, speed
 
     if (log is None) == (measured is None):
-        raise UsageError("give either LOG or --measured, the tokens/s of a device")
+        raise UsageError("give either LOG, RUN or --measured, the tokens/s of a device")
     on = read_cluster(cluster)
-    subject = subject_from_options(None, overrides, options, on)
+    recipe = log / RECIPE_FILE if log is not None and log.is_dir() else None
+    subject = subject_from_options(recipe, overrides, options, on)
     if measured is None:
         assert log is not None
         tokens = subject.global_batch * subject.description.tokens

@@ -43,6 +43,7 @@ def clusters(named: str | None, as_json: bool) -> None:
     The argument is the name of a listed cluster, or a cluster file. The file is also checked.
     """
     from hpcdist.planner.cluster import toml_file
+    from hpcdist.planner.kernels import KERNELS
 
     if named is not None:
         cluster = toml_file.read(named)
@@ -52,8 +53,13 @@ def clusters(named: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([{"name": item.name, "about": item.about, "devices": item.devices} for item in shipped]))
         return
+    steps = {item.name: sum(kernels.fit(item.device.name).rows for kernels in KERNELS.values()) for item in shipped}
     rows = [
-        (item.name, f"{item.devices:,}", f"x {item.device.name}, {item.node.devices} a node: {item.about}")
+        (
+            item.name,
+            f"{item.devices:,}",
+            f"x {item.device.name}, {item.node.devices} a node: {item.about}; {steps[item.name]} published steps",
+        )
         for item in shipped
     ]
     click.echo("\n".join(aligned(rows, left=(0, -1))))

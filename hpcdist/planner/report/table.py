@@ -35,7 +35,7 @@ _ORDER: Final = (
     ("does not fit into the memory",),
     ("extrapolated",),
     ("in this version",),
-    ("was never measured on", "uncalibrated:", "was fitted to", "MFU is limited", "ZeRO-3: published"),
+    ("was never measured on", "uncalibrated:", "was compared with", "MFU is limited", "ZeRO-3: published"),
     ("an allocator that leaves cracks", "messages that hide"),
     (),
     ("neither --steps nor --tokens", "is assumed, because no recipe"),

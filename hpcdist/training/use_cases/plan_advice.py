@@ -21,6 +21,7 @@ from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.kernels import Megatron2022
 from hpcdist.planner.layout import ParallelLayout, divisors
 from hpcdist.planner.time.compute import unit_seconds
+from hpcdist.telemetry.report import report
 from hpcdist.training.use_cases.plan import PlanSubject
 
 # Patterns of log lines -> True if the number is milliseconds of a step, False if it is tokens/s of a device.
@@ -46,10 +47,15 @@ class Cause:
 
 
 def measured_speed(path: Path, tokens: int, devices: int) -> float:
-    """Return the median tokens/s of a device in the second half of the steps in the log ``path``.
+    """Return the tokens/s of a device in the log or run directory ``path``: in a log, the median of the second half.
 
     ``tokens``: tokens of a step, for logs that print the time of a step. Raises StorageError or DataError.
     """
+    if path.is_dir():
+        total = report(path).figures["tokens_per_s"]
+        if not total:
+            raise DataError(f"the run {path} has no speed in tokens/s; give the measured tokens/s with --measured")
+        return float(total) / devices
     try:
         lines = _ANSI.sub("", path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:

@@ -120,5 +120,5 @@ def test_fitted_programs_have_a_range_and_other_programs_say_so():
     fit = KERNELS["fsdp2"].fit(A100.device.name)
     assert fit.rows >= ENOUGH
     assert fitted.step_range_s == pytest.approx((fit.fastest * fitted.step_s, fit.slowest * fitted.step_s))
-    assert any("was fitted to 6 published steps" in flag for flag in fitted.flags)
+    assert any("was compared with 6 published steps" in flag for flag in fitted.flags)
     assert other.step_range_s is None and any(flag.startswith("uncalibrated: fsdp2") for flag in other.flags)

@@ -1,11 +1,13 @@
 """`hpcdist diagnose`: the causes of public threads are among the first two, and logs are read."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from harness.marks import cases
 from hpcdist.cli.main import main
+from hpcdist.training.use_cases import plan_advice
 
 LLAMA = ("--model", "llama-2-7b", "--context", "4096", "--cluster", "h100-hgx")
 SEVEN = (*LLAMA, "--devices", "64", "--batch", "128", "--microbatch", "2", "--zero", "3", "--implementation", "fsdp1")
@@ -63,5 +65,15 @@ def test_wrong_inputs_of_a_diagnosis_are_rejected(diagnose, tmp_path):
     log = tmp_path / "other.log"
     log.write_text("loss 3")
     assert "no line of torchtitan" in diagnose(log, *SEVEN, expected=78)
-    assert "either LOG or --measured" in diagnose(*SEVEN, expected=2)
+    assert "either LOG, RUN or --measured" in diagnose(*SEVEN, expected=2)
     assert "cannot be read" in diagnose(tmp_path / "missing", *SEVEN, expected=74)
+
+
+def test_run_directory_is_planned_by_its_recipe(diagnose, tmp_path, monkeypatch):
+    (tmp_path / "recipe.toml").write_text("[model]\nlayers = 2\n[run]\nglobal_batch = 8\n[parallel]\ndata = 2\n")
+    figures = {"tokens_per_s": 500.0}
+    monkeypatch.setattr(plan_advice, "report", lambda path: SimpleNamespace(figures=figures))
+    result = json.loads(diagnose(tmp_path, "--cluster", "workstation", "--json"))
+    assert result["measured"] == 250.0 < result["planned"]
+    figures["tokens_per_s"] = None
+    assert "has no speed in tokens/s" in diagnose(tmp_path, "--cluster", "workstation", expected=78)
