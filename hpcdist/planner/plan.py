@@ -197,8 +197,8 @@ def _unproven(
         )
     elif has_range(layout, cluster):
         yield (
-            f"{layout.implementation} on {cluster.device.name} was compared with {fit.rows} published steps, which took "
-            f"{fit.fastest:g} to {fit.slowest:g} times as long as planned"
+            f"{layout.implementation} on {cluster.device.name} was compared with {fit.rows} published steps, which "
+            f"took {fit.fastest:g} to {fit.slowest:g} times as long as planned"
         )
     else:
         yield (
