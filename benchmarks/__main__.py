@@ -27,6 +27,7 @@ STUDIES: Final = {
     "experts.rows": "training.expert_rows",
     "experts.losses": "training.expert_losses",
     "extremes": "collectives.extremes",
+    "generation": "training.generation",
     "gpu.attention": "gpu.attention",
     "gpu.campaign": "gpu.campaign.study",
     "gpu.collectives": "gpu.collectives",
