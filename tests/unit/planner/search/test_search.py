@@ -94,7 +94,7 @@ def relevant_fields(estimate):
     """Return the fields of a layout that make a difference. A search omits options that make none."""
     layout = estimate.layout
     one = layout.data * layout.context == 1
-    same = layout.implementation == "hpcdist" and layout.recompute == "selective"
+    same = layout.implementation != "megatron-2022" and layout.recompute == "selective"  # attention is fused
     return (
         *(layout.data, layout.pipeline, layout.tensor, layout.context, layout.microbatches(BATCH)),
         *(layout.schedule, layout.chunks, layout.sequence_parallel),
@@ -123,11 +123,14 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
     assert result.left_out >= 0
 
 
-@pytest.mark.parametrize("implementation", ["megatron-2022", "hpcdist"])
+@pytest.mark.parametrize("implementation", ["hpcdist"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
 @pytest.mark.full
 def test_mfu_limit_loses_no_layout(implementation, objective):
-    """Most of the best layouts are at the limit, and equal, so the formulas order them."""
+    """Most of the best layouts are at the limit, and equal, so the formulas order them.
+
+    The limit is for programs without published steps on the device.
+    """
     mfus = sorted(estimate.mfu for estimate in possible_estimates(implementation, 40e9))
     on = cluster(40e9, 0.9999 * mfus[-len(mfus) // 50])
     best = {}
