@@ -145,9 +145,9 @@ class TextStream:
 
     def _ready(self, text: str) -> str:
         self._held += text
-        matches = [at for at in map(self._held.find, self._stops) if at >= 0]
-        if matches:
-            ready, self._held, self.ended = self._held[: min(matches)], "", True
+        stops = [at for at in map(self._held.find, self._stops) if at >= 0]
+        if stops:
+            ready, self._held, self.ended = self._held[: min(stops)], "", True
             return ready
         begun = (n for n in range(len(self._held), 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops))
         cut = len(self._held) - next(begun, 0)
