@@ -24,6 +24,7 @@ from hpcdist.cli.common import (
 )
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
+from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.table import aligned
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def evaluate(
             text = f"val_loss {figures['val_loss']:.4f} {unit}".rstrip() + f" after {figures['steps']} steps"
         else:
             scored, text = _scores(trained, run_dir, data, choices, key, lines, tokenizer)
-            figures |= scored
+            figures |= jsonable(scored)
     if look.session.comm.rank == 0:
         click.echo(text, err=as_json)
         if as_json:
