@@ -12,6 +12,7 @@ from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.convert.adapters import is_adapter
 from hpcdist.checkpoint.listing import PARAMETERS
+from hpcdist.errors import ConfigurationError
 from hpcdist.models.frozen import FrozenStage, freeze
 from hpcdist.models.model import Model
 from hpcdist.optim import kernels
@@ -35,7 +36,14 @@ def frozen_model(recipe: Recipe, model: Model) -> Model:
     """Return a copy of this rank's ``model`` with frozen tensors as the recipe says. Local.
 
     A group of ``optimizer.groups`` says so with ``frozen``. With adapters, all other tensors are frozen by default.
+    Raises ConfigurationError for a group with ``frozen=1`` that matches no tensor.
     """
+    keys = [segment.key for segment in model.layout.segments]
+    for text, group in zip(recipe.optimizer.groups, recipe.optimizer.parsed_groups, strict=True):
+        if group.frozen and not any(map(group.has, keys)):
+            raise ConfigurationError(
+                f"the group {text!r} in optimizer.groups freezes no tensor; use names such as {', '.join(keys[:4])}"
+            )
     frozen_by_default = recipe.lora.rank > 0
     return freeze(
         model,

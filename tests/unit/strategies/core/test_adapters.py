@@ -127,6 +127,7 @@ def test_adapters_that_cannot_work_are_rejected(keys, message):
     ({"lora.rank": 2, "lora.targets": "['gate']"}, "lora.targets has gate, but the blocks of the model have no such"),
     ({"lora.rank": 2, "model.experts": 4, "lora.targets": "['up']"}, "lora.targets has up, but the blocks"),
     ({"lora.rank": 0, "lora.alpha": 16.0, "optimizer.groups": "['*: frozen=1']"}, "freezes all tensors"),
+    ({"lora.rank": 2, "optimizer.groups": "['1.typo.*: frozen=1']"}, "frozen=1' in optimizer.groups freezes no tensor"),
 )
 def test_adapters_that_the_model_lacks_are_rejected(keys, message, shared_text):
     with pytest.raises(ConfigurationError, match=message):
